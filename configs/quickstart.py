@@ -1,0 +1,29 @@
+"""RODS on the embedded toolbox suite, sized for one CPU core.
+
+Command:  make quickstart      (both arms side by side, one core each)
+     or:  python -m experiments.train --config configs/quickstart.py
+          ... --set curriculum.stages.0.synthesis=False        the static baseline
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(
+        seed=0,
+        steps=60,
+        tasks_per_step=32,
+        group_size=8,
+        minibatches=2,
+        rows=16,
+        tasks=dict(suite="toolbox", seeds=100, held_in=400),
+        policy=dict(source="compact", d_model=128, n_layers=3, n_heads=4, d_ff=384, slots=16),
+        warm_start=dict(traces=128, passes=60, rows=8, lr=3e-3),
+        sampler=dict(slots=128, max_len=256, prompt_len=96, chunk=16, max_new=24,
+                     prefill_groups=8, cache_buckets=(96, 160)),
+        update=dict(),
+        optimizer=dict(lr=3e-4, clip_norm=1.0),
+        pool=dict(capacity=512, p_max=400),
+        boundary=dict(budget=16, quota=4),
+        curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
+    ))

@@ -1,0 +1,143 @@
+"""Synthesize variants of seed tasks: `python -m experiments.synthesize --count 1000 --out FILE`.
+
+Seeds are the suite's training split, or the tasks of --seeds FILE. Writes the accepted tasks
+to --out, one JSON object a line, and keeps FILE.journal beside it: the same command after an
+interruption goes on where it was, and a larger --count adds to what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import pathlib
+import sys
+import time
+
+from rods_jax.config import run_main, write_json
+from rods_jax.synthesis.journal import Journal
+from rods_jax.synthesis.offline import synthesize_many
+from rods_jax.synthesis.outcome import Candidate, Funnel
+from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.tasks.jsonl import read_tasks, write_tasks
+from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.types import Json, Task
+
+HELD_IN_SPLITS = {"toolbox": ("held_in", "new_structures"), "bfcl": ("held_in",)}
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = SynthesisConfig()
+    arguments = argparse.ArgumentParser(prog="python -m experiments.synthesize",
+                                        description=__doc__)
+    arguments.add_argument("--suite", choices=("toolbox", "bfcl"), default="toolbox")
+    arguments.add_argument("--seeds", metavar="FILE", help="seed tasks (JSON lines); default: "
+                           "the suite's training split")
+    arguments.add_argument("--held-in", metavar="FILE", help="tasks that no variant may equal; "
+                           "default: the suite's held-in splits")
+    arguments.add_argument("--count", type=int, default=1000, help="accepted tasks wanted")
+    arguments.add_argument("--max-attempts", type=int, help="give up after so many; "
+                           "default 20 x count")
+    arguments.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE")
+    arguments.add_argument("--seed", type=int, default=0, help="of all random draws")
+    arguments.add_argument("--workers", type=int, default=1, help="processes; changes no result")
+    arguments.add_argument("--k-max", type=int, default=defaults.k_max)
+    arguments.add_argument("--max-rewrites", type=int, default=defaults.max_rewrites)
+    arguments.add_argument("--max-distance", type=float, default=defaults.max_profile_distance,
+                           help="largest structural distance to the seed, 0 to 1")
+    arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
+    return arguments
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.count < 1:
+        raise ValueError(f"--count is {args.count}: give at least 1")
+    suite = make_suite(args.suite)
+    seeds = read_tasks(args.seeds) if args.seeds else list(suite.split("train"))
+    held_in = (read_tasks(args.held_in) if args.held_in else
+               [task for name in HELD_IN_SPLITS[args.suite] for task in suite.split(name)])
+    config = SynthesisConfig(k_max=args.k_max, max_rewrites=args.max_rewrites,
+                             max_profile_distance=args.max_distance)
+    header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),
+              "held_in": _digest(held_in), "config": dataclasses.asdict(config)}
+    known = [task.content_hash for task in (*seeds, *held_in)]
+    with Journal(args.out.with_name(args.out.name + ".journal"), header) as journal:
+        run = _Run(journal.outcomes, args.count)
+        for outcome in synthesize_many(
+                seeds, args.count, suite, config, HeldOutGuard(held_in), args.seed, known,
+                done=journal.outcomes, workers=args.workers, max_attempts=args.max_attempts):
+            journal.append(outcome)
+            run.add(outcome)
+    run.end()
+    tasks = run.tasks[:args.count]
+    write_tasks(args.out, tasks)
+    if args.json:
+        write_json(args.json, run.result() | {"out": str(args.out)})
+    if args.json != "-":
+        print(f"{run.funnel}\n{len(tasks)} tasks in {args.out}")
+    if len(tasks) < args.count:
+        print(f"only {len(tasks)} of {args.count} tasks were found in {run.funnel.attempts} "
+              "attempts: give more seeds or a larger --max-attempts", file=sys.stderr)
+
+
+def make_suite(name: str):
+    """A suite with its fixed splits."""
+    if name == "bfcl":
+        from rods_jax.tools.bfcl import BFCLSuite
+        return BFCLSuite()
+    from rods_jax.tools.toolbox import ToolboxSuite
+    return ToolboxSuite()
+
+
+def _digest(tasks: list[Task]) -> str:
+    names = "\n".join(f"{task.uid} {task.content_hash}" for task in tasks)
+    return hashlib.sha256(names.encode()).hexdigest()[:24]
+
+
+class _Run:
+    """Counts and the progress line, over what the journal held and what is added."""
+
+    def __init__(self, done, count: int):
+        self.funnel, self.tasks, self._count = Funnel(), [], count
+        self._began, self._shown, self._new = time.monotonic(), time.monotonic(), 0
+        for outcome in done:
+            self._take(outcome)
+
+    def _take(self, outcome) -> None:
+        self.funnel.add(outcome)
+        if isinstance(outcome, Candidate):
+            self.tasks.append(outcome.task)
+
+    def add(self, outcome) -> None:
+        self._take(outcome)
+        self._new += isinstance(outcome, Candidate)
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self._shown > (0.2 if terminal else 10.0):
+            self._shown = now
+            print(self._line(), end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._new:
+            print(self._line(), file=sys.stderr, flush=True)
+
+    @property
+    def per_s(self) -> float:
+        return self._new / max(time.monotonic() - self._began, 1e-9)
+
+    def _line(self) -> str:
+        done = len(self.tasks)
+        filled = 24 * done // self._count
+        left = (self._count - done) / self.per_s if self._new else float("inf")
+        minutes, seconds = divmod(round(min(left, 359999)), 60)
+        return (f"{chr(13) if sys.stderr.isatty() else ''}[{'#' * filled:<24}] {done}/{self._count}"
+                f" tasks, {self.funnel.accepted_share:.0%} of attempts, {self.per_s:.0f} a second,"
+                f" {minutes}:{seconds:02d} left ")
+
+    def result(self) -> dict[str, Json]:
+        return {"accepted": self.funnel.accepted, "accepted_share": self.funnel.accepted_share,
+                "accepted_per_s": self.per_s, "funnel": self.funnel.to_json()}
+
+
+if __name__ == "__main__":
+    run_main(main, user_errors=(ValueError,))

@@ -1,0 +1,212 @@
+"""Where a policy learns: from group rewards to zones, and from zones to seeds.
+
+GRPO gets a gradient only from a group whose rollouts disagree. For a reward in [0, 1] with
+mean m, Popoviciu bounds the population variance by m (1 - m) <= 1/4, so a task matters most
+near m = 1/2 (paper section 1). A fractional reward can sit at m = 1/2 with no variance at
+all: such a group is in the paper's band and yet silent, so the test here is band AND
+variance, and the share of `Zone.SILENT` is how often the two disagree.
+
+Everything is pure and shape-constant; the caller jits. `config` and `rule` are static.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rods_jax.types import CATEGORIES
+
+Array = jax.Array
+
+N_CATEGORIES = len(CATEGORIES)  # category codes are indices into CATEGORIES
+
+# Group means are sums of a few fractions in float32. A mean that equals a threshold on paper
+# may miss it by a few ulp; distinct means lie much further apart than this.
+EDGE = 1e-6
+
+
+class Zone(enum.IntEnum):
+    """What a group of rollouts says about its task."""
+
+    HARD = 0  # mean below alpha-
+    BOUNDARY = 1  # mean in the band, and the rollouts disagree
+    MASTERED = 2  # mean above alpha+
+    SILENT = 3  # mean in the band, rollouts agree: no gradient
+    UNSEEN = 4  # no usable reward: says nothing, and never counts as hard
+
+
+class SeedRule(enum.Enum):
+    PHI = "phi"  # boundary tasks by descending phi (the method)
+    RANDOM = "random"  # any eligible task, uniformly (the control)
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundaryConfig:
+    """Paper section 1. Budget, quota and cooldown have no published value.
+
+    A task chosen in epoch e may be chosen again from epoch e + cooldown_epochs on: 0 lets it
+    return at once, 1 means at most once an epoch."""
+
+    alpha_minus: float = 0.20
+    alpha_plus: float = 0.85
+    var_floor: float = 1e-6  # variance up to here is rounding, not disagreement
+    budget: int = 16  # seeds a call, all categories together
+    quota: int = 4  # seeds a call and category
+    cooldown_epochs: int = 1
+
+    def __post_init__(self):
+        if not 0.0 <= self.alpha_minus <= self.alpha_plus <= 1.0:
+            raise ValueError(
+                f"band {self.alpha_minus}..{self.alpha_plus} is not ordered within 0..1: "
+                "set 0 <= alpha_minus <= alpha_plus <= 1")
+        if not (math.isfinite(self.var_floor) and self.var_floor >= 0.0):
+            raise ValueError(f"var_floor is {self.var_floor}: set a finite value of 0 or more")
+        for name, least in (("budget", 1), ("quota", 0), ("cooldown_epochs", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}: set it to {least} or more")
+
+
+@flax.struct.dataclass
+class GroupStats:
+    """Statistics of each group's valid rewards.
+
+    mean_T: float32, 0 where count is 0; var_T: float32, unbiased (ddof 1), 0 where count < 2
+    (one rollout shows no disagreement); count_T: int32, valid rollouts."""
+
+    mean_T: Array
+    var_T: Array
+    count_T: Array
+
+
+def below(mean: Array, limit: float) -> Array:
+    """mean < limit, where a rounding error is not a difference."""
+    return mean < limit - EDGE
+
+
+def above(mean: Array, limit: float) -> Array:
+    """mean > limit, where a rounding error is not a difference."""
+    return mean > limit + EDGE
+
+
+def group_stats(rewards_TxG: Array, valid_TxG: Array) -> GroupStats:
+    """Mean and unbiased variance over the valid rollouts of each task, in float32.
+
+    What is not valid has no effect, NaN included. A NaN among the valid rewards makes the
+    group's mean NaN: it is not repaired here, and the pool refuses and counts it."""
+    chex.assert_rank([rewards_TxG, valid_TxG], 2)
+    chex.assert_equal_shape([rewards_TxG, valid_TxG])
+    valid_TxG = valid_TxG.astype(bool)
+    rewards_TxG = jnp.where(valid_TxG, rewards_TxG.astype(jnp.float32), 0.0)
+    count_T = valid_TxG.sum(axis=1, dtype=jnp.int32)
+    mean_T = rewards_TxG.sum(axis=1) / jnp.maximum(count_T, 1)
+    gap_TxG = jnp.where(valid_TxG, rewards_TxG - mean_T[:, None], 0.0)
+    var_T = jnp.square(gap_TxG).sum(axis=1) / jnp.maximum(count_T - 1, 1)
+    return GroupStats(mean_T=mean_T, var_T=var_T, count_T=count_T)
+
+
+def zones(stats: GroupStats, config: BoundaryConfig) -> Array:
+    """int8 [T], a Zone each. Both ends of the band belong to it. A group without a valid
+    rollout, or whose mean or variance is not finite, is UNSEEN."""
+    mean_T, var_T = stats.mean_T, stats.var_T
+    zone_T = jnp.where(var_T > config.var_floor, int(Zone.BOUNDARY), int(Zone.SILENT))
+    zone_T = jnp.where(below(mean_T, config.alpha_minus), int(Zone.HARD), zone_T)
+    zone_T = jnp.where(above(mean_T, config.alpha_plus), int(Zone.MASTERED), zone_T)
+    usable_T = (stats.count_T > 0) & jnp.isfinite(mean_T) & jnp.isfinite(var_T)
+    return jnp.where(usable_T, zone_T, int(Zone.UNSEEN)).astype(jnp.int8)
+
+
+def phi(mean: Array) -> Array:
+    """Priority of a boundary task, 4 m (1 - m): 1 at m = 1/2, 0 at m = 0 and 1."""
+    return 4.0 * mean * (1.0 - mean)
+
+
+def zone_counts(zones_T: Array, mask_T: Array | None = None) -> Array:
+    """int32 [5], how many groups are in each Zone (of those in the mask)."""
+    member_TxZ = zones_T[:, None] == jnp.arange(len(Zone), dtype=zones_T.dtype)
+    if mask_T is not None:
+        member_TxZ &= mask_T[:, None]
+    return member_TxZ.sum(axis=0, dtype=jnp.int32)
+
+
+def zone_shares(zones_T: Array, mask_T: Array | None = None) -> Array:
+    """float32 [5], the share of groups in each Zone; sums to 1, or all 0 for no group."""
+    counts = zone_counts(zones_T, mask_T)
+    return counts / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
+
+
+def zone_variance(stats: GroupStats, zones_T: Array) -> Array:
+    """float32 [5], mean reward variance of the groups in each Zone, 0 for an empty zone.
+    The paper reports BOUNDARY at 2.0 to 2.2 times HARD or MASTERED (section 5)."""
+    member_TxZ = zones_T[:, None] == jnp.arange(len(Zone), dtype=zones_T.dtype)
+    total = jnp.where(member_TxZ, stats.var_T[:, None], 0.0).sum(axis=0)
+    return total / jnp.maximum(member_TxZ.sum(axis=0), 1)
+
+
+def popoviciu_closeness(stats: GroupStats) -> Array:
+    """float32 [T]: variance over its bound m (1 - m), 1 for a 0/1 reward, less for a
+    fractional one, 0 where the bound is 0. Uses the population variance (ddof 0), for which
+    the bound holds."""
+    count_T = stats.count_T.astype(jnp.float32)
+    population_T = stats.var_T * jnp.maximum(count_T - 1.0, 0.0) / jnp.maximum(count_T, 1.0)
+    bound_T = stats.mean_T * (1.0 - stats.mean_T)
+    return jnp.where(bound_T > EDGE, population_T / jnp.where(bound_T > EDGE, bound_T, 1.0), 0.0)
+
+
+def rank_within(order_N: Array, group_N: Array, member_N: Array, n_groups: int) -> Array:
+    """int32 [N]: how many members of its own group come before a slot in `order_N` (a
+    permutation of the slots). Meaningful for members; their group lies in 0..n_groups-1."""
+    group = group_N[order_N].astype(jnp.int32)
+    in_group_NxK = (group[:, None] == jnp.arange(n_groups)) & member_N[order_N][:, None]
+    before_NxK = jnp.cumsum(in_group_NxK, axis=0, dtype=jnp.int32) - in_group_NxK
+    rank = jnp.where(in_group_NxK, before_NxK, 0).sum(axis=1, dtype=jnp.int32)
+    return jnp.zeros_like(rank).at[order_N].set(rank)
+
+
+def choose_seeds(
+    uid_N: Array,
+    mean_N: Array,
+    var_N: Array,
+    count_N: Array,
+    category_N: Array,
+    eligible_N: Array,
+    last_chosen_epoch_N: Array,
+    epoch: Array | int,
+    config: BoundaryConfig,
+    rule: SeedRule = SeedRule.PHI,
+    key: Array | None = None,
+) -> tuple[Array, Array]:
+    """The tasks to synthesize from: (index [budget] int32, valid [budget] bool).
+
+    Candidates are eligible, hold a task (uid >= 0) and are past their cooldown
+    (last_chosen_epoch < 0 means never chosen); under PHI they must be in Zone.BOUNDARY and
+    go by descending phi, under RANDOM (needs `key`) by lot. At most `quota` a category and
+    `budget` in all; equal priority goes to the lower index. Index is -1 where not valid."""
+    chex.assert_rank([uid_N, mean_N, var_N, count_N, category_N, eligible_N], 1)
+    chex.assert_equal_shape(
+        [uid_N, mean_N, var_N, count_N, category_N, eligible_N, last_chosen_epoch_N])
+    n = uid_N.shape[0]
+    rested_N = (last_chosen_epoch_N < 0) | (epoch - last_chosen_epoch_N >= config.cooldown_epochs)
+    known_N = (category_N >= 0) & (category_N < N_CATEGORIES)
+    candidate_N = eligible_N & (uid_N >= 0) & rested_N & known_N
+    if rule is SeedRule.PHI:
+        zone_N = zones(GroupStats(mean_T=mean_N, var_T=var_N, count_T=count_N), config)
+        candidate_N &= zone_N == int(Zone.BOUNDARY)
+        priority_N = phi(mean_N)
+    else:
+        if key is None:
+            raise ValueError("SeedRule.RANDOM draws lots: pass key=jax.random.key(...)")
+        priority_N = jax.random.uniform(key, (n,))
+    order_N = jnp.lexsort((-priority_N, ~candidate_N))
+    chosen_N = candidate_N & (
+        rank_within(order_N, category_N, candidate_N, N_CATEGORIES) < config.quota)
+    place_N = rank_within(order_N, jnp.zeros_like(category_N), chosen_N, 1)
+    place_N = jnp.where(chosen_N, place_N, config.budget)
+    empty = jnp.full((config.budget,), -1, jnp.int32)
+    index = empty.at[place_N].set(jnp.arange(n, dtype=jnp.int32), mode="drop")
+    return index, index >= 0

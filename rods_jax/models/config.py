@@ -1,0 +1,89 @@
+"""The shape of a decoder: everything that decides parameters and forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+_COMPUTE_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-shaped decoder. `head_dim` is stated, never derived from `d_model`: some
+    models (Qwen3) set it apart. Raises ValueError for values that do not fit together.
+
+    rope_divisors: one number for each of the head_dim / 2 rotary frequencies, which is
+        divided by it; empty leaves the frequencies alone (see `llama3_rope_divisors`).
+    compute_dtype: dtype of activations and matmuls; parameters are always float32.
+    remat: recompute each layer in the backward pass instead of keeping its activations.
+    scan_unroll: layers unrolled in a step of the layer scan. Small models run faster on a
+        CPU with all layers unrolled, large ones compile faster with 1.
+    """
+
+    vocab_size: int
+    d_model: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    d_ff: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    compute_dtype: str = "float32"
+    remat: bool = False
+    scan_unroll: int = 1
+    rope_divisors: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads",
+                     "head_dim", "d_ff", "scan_unroll"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: give a positive whole number")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads "
+                             f"{self.n_kv_heads}: every K/V head serves equally many heads")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions need pairs")
+        if not (math.isfinite(self.rope_theta) and self.rope_theta > 0):
+            raise ValueError(f"rope_theta is {self.rope_theta}: give a positive number")
+        if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
+            raise ValueError(f"norm_eps is {self.norm_eps}: give a positive number")
+        if self.compute_dtype not in _COMPUTE_DTYPES:
+            raise ValueError(f"compute_dtype {self.compute_dtype!r} is not one of "
+                             + ", ".join(_COMPUTE_DTYPES))
+        if not isinstance(self.rope_divisors, tuple):
+            raise ValueError("rope_divisors is not a tuple: wrap it in tuple(...)")
+        if self.rope_divisors and len(self.rope_divisors) != self.head_dim // 2:
+            raise ValueError(f"rope_divisors has {len(self.rope_divisors)} entries, "
+                             f"head_dim {self.head_dim} needs {self.head_dim // 2}")
+        if not all(math.isfinite(d) and d > 0 for d in self.rope_divisors):
+            raise ValueError("rope_divisors holds a number that is not positive and finite")
+
+
+def llama3_rope_divisors(
+    head_dim: int, rope_theta: float, factor: float, low_freq_factor: float,
+    high_freq_factor: float, original_length: int,
+) -> tuple[float, ...]:
+    """Divisors of the rotary frequencies under Llama 3.1's `rope_type: llama3` scaling.
+
+    With w the wavelength in tokens and r = original_length / w: frequencies with
+    r > high_freq_factor stay, those with r < low_freq_factor are divided by `factor`, and
+    between the two the frequency is a linear blend (weight s of the unscaled one,
+    s = (r - low) / (high - low)), so its divisor is 1 / (s + (1 - s) / factor).
+    """
+    if not low_freq_factor < high_freq_factor:
+        raise ValueError(f"low_freq_factor {low_freq_factor} is not below high_freq_factor "
+                         f"{high_freq_factor}")
+    divisors = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope_theta ** (2 * i / head_dim)
+        turns = original_length / wavelength
+        keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+        keep = min(max(keep, 0.0), 1.0)
+        divisors.append(1.0 / (keep + (1.0 - keep) / factor))
+    return tuple(divisors)

@@ -1,0 +1,285 @@
+"""A Llama-shaped decoder whose chunks may attend to memories of earlier tokens.
+
+One forward pass serves training (no memory), prefill and extend (the slot's cache) and
+decode (the cache plus the K/V of the tokens decoded since it was last merged). A pass never
+writes a cache: it returns the chunk's own K/V and the caller merges them.
+
+Extra dim letters: H heads, KV key/value heads, Q = H / KV, HD head width, Lyr layers.
+
+Parameters (float32), as `init_params` returns them; layers are stacked on axis 0:
+
+    embed                  [V, D]
+    layers/attn_norm       [Lyr, D]        layers/mlp_norm   [Lyr, D]
+    layers/q               [Lyr, D, H, HD] layers/gate       [Lyr, D, F]
+    layers/k, layers/v     [Lyr, D, KV, HD] layers/up        [Lyr, D, F]
+    layers/o               [Lyr, H, HD, D] layers/down       [Lyr, F, D]
+    layers/q_bias          [Lyr, H, HD]    (qkv_bias; k_bias and v_bias [Lyr, KV, HD])
+    layers/q_norm, k_norm  [Lyr, HD]       (qk_norm)
+    final_norm             [D]
+    head                   [D, V]          (untied)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rods_jax.models.config import ModelConfig
+
+# Stands in for a masked score. Finite, so that a query with nothing to attend to gets the
+# plain mean of the values and finite gradients instead of NaN.
+_MASKED = -1e30
+
+
+@flax.struct.dataclass
+class Memory:
+    """K/V of tokens already processed, that a chunk may attend to.
+
+    k, v: [Lyr, B, KV, S, HD] in compute_dtype, k after rope, or a tuple of Lyr arrays
+    [B, KV, S, HD] (see `by_layer`). Heads come before keys so that attention reads each
+    head's keys as one matrix. Entries that are not valid must be finite (zeros will do).
+    valid_BxS: bool; every query of the chunk sees every valid entry.
+    """
+
+    k: jax.Array | tuple[jax.Array, ...]
+    v: jax.Array | tuple[jax.Array, ...]
+    valid_BxS: jax.Array
+
+
+def by_layer(memory: Memory, config: ModelConfig) -> Memory:
+    """The same memory in the form that is quickest to read: one array a layer where `config`
+    unrolls all layers, else unchanged. Call it before a decode loop, not in it: a stacked
+    cache is copied layer by layer in every step, which costs more than the attention."""
+    if config.scan_unroll < config.n_layers:
+        return memory
+    return memory.replace(k=tuple(memory.k), v=tuple(memory.v))
+
+
+def append(memory: Memory, kv, at: jax.Array) -> Memory:
+    """Writes a chunk's K/V, as the decoder returns it, at entries at .. at + C of every row.
+    `valid_BxS` stays: which of them count is the caller's to say."""
+    def write(old, new):
+        if isinstance(old, tuple):
+            return tuple(write(o, n) for o, n in zip(old, new))
+        return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=old.ndim - 2)
+    return memory.replace(k=write(memory.k, kv[0]), v=write(memory.v, kv[1]))
+
+
+def _stacked(x):
+    # With the layers unrolled XLA turns the slices of this stack back into its parts.
+    return jnp.stack(x) if isinstance(x, tuple) else x
+
+
+def causal_mask(length: int) -> jax.Array:
+    """bool [1, C, C]: query i sees key j iff j <= i. Broadcasts over B."""
+    return jnp.tril(jnp.ones((1, length, length), bool))
+
+
+def segment_mask(segments_BxL: jax.Array) -> jax.Array:
+    """bool [B, L, L] for packed rows: causal within a segment; segment 0 is padding, which
+    sees itself alone so that its softmax stays defined."""
+    length = segments_BxL.shape[-1]
+    same = segments_BxL[:, :, None] == segments_BxL[:, None, :]
+    real = segments_BxL[:, :, None] != 0
+    return (causal_mask(length) & same & real) | jnp.eye(length, dtype=bool)
+
+
+def rope_tables(positions_BxC: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """cos, sin float32 [B, C, HD / 2] of position * theta^(-2i / HD) / divisor_i."""
+    half = config.head_dim // 2
+    freqs = config.rope_theta ** -(np.arange(half) / half)
+    if config.rope_divisors:
+        freqs = freqs / np.asarray(config.rope_divisors)
+    angles = positions_BxC.astype(jnp.float32)[..., None] * freqs.astype(np.float32)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BxCxNxHD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary positions, pairing component i with i + HD / 2 (the Hugging Face layout)."""
+    a, b = jnp.split(x_BxCxNxHD.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x_BxCxNxHD.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last axis, in float32, back in x's dtype."""
+    wide = x.astype(jnp.float32)
+    inv = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return (wide * inv * scale).astype(x.dtype)
+
+
+def attend(q_BxCxHxHD, sources) -> jax.Array:
+    """Softmax attention over several key/value sources as if they were one; [B, C, H, HD].
+
+    sources: tuples (k [B, KV, S, HD], v [B, KV, S, HD], mask bool, broadcastable to
+    [B, C, S]). Scores are masked by replacement before the exponential and the softmax is
+    taken in float32; the division by its sum comes last, where the array is smallest.
+    """
+    b, c, h, hd = q_BxCxHxHD.shape
+    kv = sources[0][0].shape[1]
+    q = (q_BxCxHxHD * hd ** -0.5).reshape(b, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
+    scores = [jnp.where(mask[:, None, None], _scores(q, k), _MASKED) for k, _, mask in sources]
+    peak = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
+    peak = jax.lax.stop_gradient(peak)  # cancels between numerator and sum
+    weights = [jnp.exp(s - peak) for s in scores]
+    total = sum(w.sum(-1, keepdims=True) for w in weights)
+    out = sum(jnp.einsum("bnqcs,bnsh->bnqch", w.astype(v.dtype), v,
+                         preferred_element_type=jnp.float32)
+              for w, (_, v, _) in zip(weights, sources))
+    out = (out / total).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, hd)
+
+
+def _scores(q, k):
+    """float32 [B, KV, Q, C, S] of q [B, KV, Q, C, HD] and k [B, KV, S, HD]."""
+    if q.shape[3] > 1:
+        return jnp.einsum("bnqch,bnsh->bnqcs", q, k, preferred_element_type=jnp.float32)
+    # One query: with the keys as the left matrix a CPU runs this three times as fast.
+    s = jnp.einsum("bnsh,bnqch->bnsqc", k, q, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(s, 2, -1)
+
+
+def _fan_in(*axes: int, scale: float = 1.0):
+    """Normal with variance scale / (product of the sizes of `axes`)."""
+    def init(key, shape):
+        fan = int(np.prod([shape[a] for a in axes]))
+        return jax.random.normal(key, shape, jnp.float32) * (scale / fan) ** 0.5
+    return init
+
+
+def _project(x: jax.Array, kernel: jax.Array, n_in: int = 1) -> jax.Array:
+    """Contracts x's last n_in axes with the kernel's first n_in, as one flat matmul: a
+    two-dimensional product is what every backend runs fastest."""
+    lead, inner, outer = x.shape[:x.ndim - n_in], kernel.shape[:n_in], kernel.shape[n_in:]
+    width = int(np.prod(inner))
+    y = x.reshape(-1, width) @ kernel.reshape(width, -1).astype(x.dtype)
+    return y.reshape(*lead, *outer)
+
+
+def _pin(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+class Layer(nn.Module):
+    """Pre-norm attention and SwiGLU block."""
+
+    config: ModelConfig
+    activations: jax.sharding.NamedSharding | None = None
+
+    def setup(self):
+        c = self.config
+        d, h, kv, hd, f = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff
+        residual = 1.0 / (2 * c.n_layers)  # keeps the residual stream's variance flat in depth
+        ones, zeros = nn.initializers.ones, nn.initializers.zeros
+        self.attn_norm = self.param("attn_norm", ones, (d,))
+        self.mlp_norm = self.param("mlp_norm", ones, (d,))
+        self.q = self.param("q", _fan_in(0), (d, h, hd))
+        self.k = self.param("k", _fan_in(0), (d, kv, hd))
+        self.v = self.param("v", _fan_in(0), (d, kv, hd))
+        self.o = self.param("o", _fan_in(0, 1, scale=residual), (h, hd, d))
+        self.gate = self.param("gate", _fan_in(0), (d, f))
+        self.up = self.param("up", _fan_in(0), (d, f))
+        self.down = self.param("down", _fan_in(0, scale=residual), (f, d))
+        if c.qkv_bias:
+            self.q_bias = self.param("q_bias", zeros, (h, hd))
+            self.k_bias = self.param("k_bias", zeros, (kv, hd))
+            self.v_bias = self.param("v_bias", zeros, (kv, hd))
+        if c.qk_norm:
+            self.q_norm = self.param("q_norm", ones, (hd,))
+            self.k_norm = self.param("k_norm", ones, (hd,))
+
+    def _qkv(self, x, cos, sin):
+        q, k, v = (_project(x, w) for w in (self.q, self.k, self.v))
+        if self.config.qkv_bias:
+            q, k, v = (y + bias.astype(y.dtype) for y, bias in
+                       ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
+        if self.config.qk_norm:
+            q = rms_norm(q, self.q_norm, self.config.norm_eps)
+            k = rms_norm(k, self.k_norm, self.config.norm_eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def __call__(self, x_BxCxD, memory_kv, cos, sin, self_mask, memory_masks):
+        """memory_kv: this layer's (k, v) of each memory. Returns (x, the chunk's (k, v))."""
+        eps = self.config.norm_eps
+        q, k, v = self._qkv(rms_norm(x_BxCxD, self.attn_norm, eps), cos, sin)
+        sources = [(mk, mv, mask) for (mk, mv), mask in zip(memory_kv, memory_masks)]
+        x = x_BxCxD + _project(attend(q, [*sources, (k, v, self_mask)]), self.o, n_in=2)
+        y = rms_norm(x, self.mlp_norm, eps)
+        y = nn.silu(_project(y, self.gate)) * _project(y, self.up)
+        return _pin(x + _project(y, self.down), self.activations), (k, v)
+
+
+class Decoder(nn.Module):
+    """Call with `Decoder(config).apply({"params": params}, ...)`.
+
+    activations: where hidden states live on a mesh (`sharding.batch_sharding(mesh)`). Without
+    it the compiler decides, and may split the model width instead of the batch.
+    """
+
+    config: ModelConfig
+    activations: jax.sharding.NamedSharding | None = None
+
+    def setup(self):
+        c = self.config
+        self.embed = self.param("embed", nn.initializers.normal(0.02), (c.vocab_size, c.d_model))
+        self.final_norm = self.param("final_norm", nn.initializers.ones, (c.d_model,))
+        if not c.tie_embeddings:
+            self.head = self.param("head", _fan_in(0), (c.d_model, c.vocab_size))
+        layer = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
+        self.layers = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=c.n_layers, unroll=min(c.scan_unroll, c.n_layers))(
+                c, self.activations)
+
+    def __call__(self, tokens_BxC, positions_BxC, self_mask_BxCxC, memories=()):
+        """Hidden states after the final norm, and the chunk's K/V.
+
+        tokens_BxC, positions_BxC: int32. self_mask_BxCxC: bool (or [1, C, C]), True where
+        query i may see key j of the chunk. memories: tuple of Memory, all of whose valid
+        entries every query sees.
+        Returns hidden_BxCxD in compute_dtype and (k, v), each [Lyr, B, KV, C, HD] in
+        compute_dtype, k after rope.
+        """
+        x = self._lookup(tokens_BxC)
+        cos, sin = rope_tables(positions_BxC, self.config)
+        x, kv = self.layers(
+            x, tuple((_stacked(m.k), _stacked(m.v)) for m in memories), cos, sin, self_mask_BxCxC,
+            tuple(m.valid_BxS[:, None, :] for m in memories))
+        return rms_norm(x, self.final_norm, self.config.norm_eps), kv
+
+    def _lookup(self, tokens):
+        """Rows of the embedding, in compute_dtype. The table stays float32: its gradient
+        sums over all uses of a token. On a mesh its width is gathered first, like any other
+        weight's, since a lookup in a split width would have to be split anew by batch."""
+        table = self.embed
+        if self.activations is not None:
+            spec = jax.sharding.PartitionSpec
+            table = _pin(table, jax.sharding.NamedSharding(
+                self.activations.mesh, spec(spec.UNCONSTRAINED, None)))
+        return _pin(table[tokens].astype(self.config.compute_dtype), self.activations)
+
+    def logits(self, hidden) -> jax.Array:
+        """float32 [..., V] of hidden states [..., D]: `apply(..., method="logits")`."""
+        head = self.embed.T if self.config.tie_embeddings else self.head
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        out = jnp.matmul(flat, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+        return out.reshape(*hidden.shape[:-1], -1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init_params(config: ModelConfig, key: jax.Array) -> dict:
+    """Fresh float32 parameters (the tree above). To make a large model in place on a mesh,
+    jit a call of this with out_shardings."""
+    one = jnp.zeros((1, 1), jnp.int32)
+    return Decoder(config).init(key, one, one, causal_mask(1))["params"]
+
+
+def count_params(params) -> int:
+    """Numbers in the tree; a tied head counts once."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(params))

@@ -1,0 +1,133 @@
+"""Where parameters and batches live on a mesh with axes data, fsdp and tensor.
+
+One dataclass maps the decoder's logical axes to mesh axes. Everything else follows from the
+names of the parameters: FSDP splits the model width and gathers a layer's weights when it is
+used; tensor parallelism splits heads, the MLP's inner width and the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+MeshAxes = str | tuple[str, ...] | None  # None: replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> mesh axis. `replicate_uneven` lets an axis whose size its mesh axes do
+    not divide (2 K/V heads over tensor=4) be replicated; otherwise that is an error."""
+
+    batch: MeshAxes = ("data", "fsdp")
+    layers: MeshAxes = None
+    vocab: MeshAxes = "tensor"
+    embed: MeshAxes = "fsdp"  # the model width, in weights
+    norm: MeshAxes = None  # the model width, in norm scales
+    heads: MeshAxes = "tensor"
+    kv_heads: MeshAxes = "tensor"
+    head_dim: MeshAxes = None
+    mlp: MeshAxes = "tensor"
+    replicate_uneven: bool = False
+
+
+_LAYER_AXES = {
+    "attn_norm": ("norm",),
+    "mlp_norm": ("norm",),
+    "q": ("embed", "heads", "head_dim"),
+    "k": ("embed", "kv_heads", "head_dim"),
+    "v": ("embed", "kv_heads", "head_dim"),
+    "o": ("heads", "head_dim", "embed"),
+    "q_bias": ("heads", "head_dim"),
+    "k_bias": ("kv_heads", "head_dim"),
+    "v_bias": ("kv_heads", "head_dim"),
+    "q_norm": ("head_dim",),
+    "k_norm": ("head_dim",),
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+
+LOGICAL_AXES: dict[str, tuple[str, ...]] = {
+    "embed": ("vocab", "embed"),
+    "final_norm": ("norm",),
+    "head": ("embed", "vocab"),
+    **{f"layers/{name}": ("layers", *axes) for name, axes in _LAYER_AXES.items()},
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence | None = None) -> Mesh:
+    """A mesh over all of `devices` (default: every device). ValueError if the three sizes do
+    not multiply to their number."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = (data, fsdp, tensor)
+    if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        raise ValueError(f"mesh data={data} fsdp={fsdp} tensor={tensor} needs "
+                         f"{math.prod(sizes)} devices, there are {len(devices)}: "
+                         "choose sizes whose product is that number")
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def param_shardings(params, mesh: Mesh, rules: ShardingRules = ShardingRules()):
+    """A pytree of NamedSharding shaped like `params` (arrays or ShapeDtypeStructs).
+
+    Leaves are recognised by the end of their path, so a tree that holds copies of the
+    parameter tree (an optimizer state) works as well; leaves without axes (step counters)
+    are replicated. ValueError names the first leaf that is unknown or does not divide.
+    """
+    def one(path, leaf):
+        name = _name(path)
+        shape = tuple(np.shape(leaf) if not hasattr(leaf, "shape") else leaf.shape)
+        if not shape:
+            return NamedSharding(mesh, PartitionSpec())
+        axes = LOGICAL_AXES.get(name)
+        if axes is None or len(axes) != len(shape):
+            raise ValueError(f"parameter {jax.tree_util.keystr(path)} of shape {shape} is not "
+                             "one of the decoder's: give it axes in models/sharding.py")
+        return NamedSharding(mesh, _spec(name, axes, shape, mesh, rules))
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def batch_sharding(mesh: Mesh, axis: int = 0,
+                   rules: ShardingRules = ShardingRules()) -> NamedSharding:
+    """Arrays whose axis number `axis` counts sequences or rows."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, rules.batch))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def _name(path) -> str:
+    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    return "/".join(keys[-2:] if keys[-2:-1] == ["layers"] else keys[-1:])
+
+
+def _spec(name, axes, shape, mesh: Mesh, rules: ShardingRules) -> PartitionSpec:
+    entries = []
+    for axis, size in zip(axes, shape):
+        target = getattr(rules, axis)
+        used = (target,) if isinstance(target, str) else tuple(target or ())
+        unknown = [a for a in used if a not in mesh.shape]
+        if unknown:
+            raise ValueError(f"rule {axis} names mesh axis {unknown[0]!r}, the mesh has "
+                             + ", ".join(mesh.shape))
+        parts = math.prod(mesh.shape[a] for a in used)
+        if size % parts:
+            if not rules.replicate_uneven:
+                raise ValueError(f"{name}: axis {axis} of size {size} does not divide over "
+                                 f"{'x'.join(used)}={parts}: choose another mesh or set "
+                                 "replicate_uneven")
+            target = None
+        entries.append(target)
+    flat = [a for t in entries for a in ((t,) if isinstance(t, str) else t or ())]
+    if len(flat) != len(set(flat)):
+        raise ValueError(f"{name}: two of its axes {axes} map to the same mesh axis: "
+                         "change one of the rules")
+    return PartitionSpec(*entries)

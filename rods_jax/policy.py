@@ -1,0 +1,111 @@
+"""From a run's config to the suite, the text format, the decoder and its first weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rods_jax.config import UserError
+from rods_jax.models.config import ModelConfig
+from rods_jax.models.decoder import Decoder, init_params
+from rods_jax.run_config import PolicyConfig, PolicySource, RunConfig, SuiteName
+from rods_jax.text.compact import CompactFormat
+from rods_jax.text.formats import ChatFormat
+from rods_jax.tools.env import Suite
+from rods_jax.types import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a run is made of. `params`: fresh or pretrained, before any warm start."""
+
+    suite: Suite
+    chat: ChatFormat
+    decoder: Decoder
+    params: Any
+
+
+def make_suite(name: SuiteName) -> Suite:
+    if name is SuiteName.BFCL:
+        from rods_jax.tools.bfcl import BFCLSuite
+        return BFCLSuite()
+    from rods_jax.tools.toolbox import ToolboxSuite
+    return ToolboxSuite()
+
+
+def split(suite: Suite, name: str, count: int) -> list[Task]:
+    """The first `count` tasks of a split, categories interleaved."""
+    tasks = suite.split(name)
+    if count > len(tasks):
+        raise UserError(f"{suite.name} has {len(tasks)} tasks in split {name!r}, "
+                         f"{count} were asked for: ask for fewer")
+    return list(tasks[:count])
+
+
+def build(config: RunConfig) -> Parts:
+    suite = make_suite(config.tasks.suite)
+    if config.policy.source is PolicySource.SMOLLM2:
+        return _smollm2(config.policy, suite)
+    return _compact(config.policy, suite, jax.random.key(config.seed))
+
+
+def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
+    if suite.name != SuiteName.TOOLBOX.value:
+        raise UserError(f"policy.source compact has no vocabulary for suite {suite.name}: "
+                        "use tasks.suite toolbox or another policy.source")
+    from rods_jax.tools.toolbox import KINDS, lexicon
+    chat = CompactFormat(suite.tools(suite.domains), lexicon(), policy.slots, KINDS)
+    model = ModelConfig(
+        vocab_size=chat.vocab_size, d_model=policy.d_model, n_layers=policy.n_layers,
+        n_heads=policy.n_heads, n_kv_heads=policy.n_heads,
+        head_dim=policy.d_model // policy.n_heads, d_ff=policy.d_ff,
+        compute_dtype=policy.compute_dtype, remat=policy.remat, scan_unroll=policy.n_layers)
+    params = copying(init_params(model, key), key)
+    return Parts(suite, chat, Decoder(model), params | {"embed": spelled(params["embed"], chat)})
+
+
+def spelled(embed_VxD: jax.Array, chat: CompactFormat) -> jax.Array:
+    """First embeddings that show what the spelling shows, each row keeping its length: a
+    name such as cancel_booking begins as the mean of its words (the usual start of a token
+    whose pieces are known), and the slots of a kind share a direction."""
+    embed = np.array(embed_VxD)
+    length_V = np.linalg.norm(embed, axis=1)
+    id_of = {word: i for i, word in enumerate(chat.vocabulary)}
+    rows = {row: [id_of[part] for part in name.split("_") if part in id_of]
+            for name, row in id_of.items() if "_" in name}
+    means = {row: embed[parts].mean(0) for row, parts in rows.items() if parts}
+    for start in range(chat.first_slot, chat.vocab_size, chat.n_slots):
+        shared = embed[start].copy()
+        for row in range(start + 1, start + chat.n_slots):
+            means[row] = embed[row] + shared
+    for row, mean in means.items():
+        embed[row] = mean * length_V[row] / np.linalg.norm(mean)
+    return jnp.asarray(embed)
+
+
+def copying(params: Any, key: jax.Array) -> Any:
+    """The same tree with value projections orthonormal and output projections their
+    transposes: a head that looks at a token then writes that token's own embedding, which
+    is what copying an entity slot takes. Left to random weights, a small policy learns this
+    far later than it memorizes its traces."""
+    layers = params["layers"]
+    n, d, heads, width = layers["v"].shape
+    basis = jax.nn.initializers.orthogonal()(key, (n, d, heads * width))
+    value = basis.reshape(n, d, heads, width)
+    return params | {"layers": layers | {"v": value, "o": value.transpose(0, 2, 3, 1)}}
+
+
+def _smollm2(policy: PolicyConfig, suite: Suite) -> Parts:
+    from rods_jax.models.gguf import load_gguf, smollm2_path
+    from rods_jax.text.hermes import HermesFormat
+    from rods_jax.text.tokenizer import tokenizer_from_gguf
+    path = smollm2_path()
+    model, params = load_gguf(path)
+    model = dataclasses.replace(model, compute_dtype=policy.compute_dtype, remat=policy.remat)
+    chat = HermesFormat(tokenizer_from_gguf(path), policy.schemas)
+    return Parts(suite, chat, Decoder(model), params)

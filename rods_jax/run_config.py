@@ -57,12 +57,15 @@ class PolicyConfig:
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised training on gold traces before GRPO. `traces` tasks of the split "warm";
-    each pass deals the entity slots anew. lr falls along a cosine over all passes."""
+    each pass deals the entity slots anew and takes `batches` optimizer steps on
+    micro-batches of `rows` rows. lr falls along a cosine over all passes."""
 
-    traces: int = 128
+    traces: int = 150
     passes: int = 60
-    rows: int = 16
-    lr: float = 1e-3
+    batches: int = 8
+    rows: int = 4
+    lr: float = 2e-3
+    weight_decay: float = 0.3
     seed: int = 0
 
 

@@ -6,6 +6,7 @@ All arms of a comparison read the same cached file: its name is a hash of all th
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -28,10 +29,10 @@ from rods_jax.tools.env import Suite
 from rods_jax.types import Author, EndReason, Task, Trajectory, TurnOutcome
 
 
-def gold_trajectory(task: Task, suite: Suite, chat: ChatFormat, salt: str) -> Trajectory:
+def gold_trajectory(task: Task, suite: Suite, chat: ChatFormat) -> Trajectory:
     """What an expert's rollout would look like, one call a message, made through the same
     environment and codec as a sampled one. Raises ValueError if gold does not score 1."""
-    env, dialogue = suite.make_env(task), chat.start(task, suite.tools(task.domains), salt=salt)
+    env, dialogue = suite.make_env(task), chat.start(task, suite.tools(task.domains))
     turn = env.begin_turn()
     tokens = dialogue.prompt(turn)
     author = [Author.PROMPT] * len(tokens)
@@ -84,18 +85,19 @@ def warm_start(config: RunConfig, parts: Parts, root: pathlib.Path,
 
 def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, tasks: list[Task],
            report: Callable[[int, int, float], None]) -> Any:
-    part = -(-len(tasks) // _BATCHES_A_PASS)
+    part = -(-len(tasks) // warm.batches)
     shape = BatchShape(micro=-(-part // warm.rows), rows=warm.rows,
                        length=config.sampler.max_len, tasks=part, group=1)
-    steps = warm.passes * _BATCHES_A_PASS
+    steps = warm.passes * warm.batches
     optimizer = make_optimizer(OptimizerConfig(
-        lr=warm.lr, warmup=max(1, steps // 20), decay_steps=steps, weight_decay=0.01))
+        lr=warm.lr, warmup=max(1, steps // 20), decay_steps=steps, weight_decay=warm.weight_decay))
     step = jax.jit(make_supervised(parts.decoder, optimizer), donate_argnums=0)
     state = init_state(jax.tree.map(lambda x: x.copy(), parts.params), optimizer)
     rng = np.random.default_rng(warm.seed)
+    gold = [gold_trajectory(task, parts.suite, parts.chat) for task in tasks]
     for done in range(warm.passes):
-        traces = [gold_trajectory(task, parts.suite, parts.chat, f"{warm.seed}/{done}")
-                  for task in tasks]
+        traces = [dataclasses.replace(trace, tokens_L=parts.chat.redeal(trace.tokens_L, rng))
+                  for trace in gold]
         order = rng.permutation(len(traces))
         losses = []
         for start in range(0, len(order), part):
@@ -105,6 +107,3 @@ def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, tasks: list[T
             losses.append(metrics.loss)
         report(done + 1, warm.passes, float(np.mean(jax.device_get(losses))))
     return state.params
-
-
-_BATCHES_A_PASS = 4  # optimizer steps over the traces before the slots are dealt anew

@@ -1,3 +1,4 @@
+import collections
 import dataclasses
 import functools
 
@@ -48,12 +49,15 @@ def full_pass(config, params, tokens_BxL, mask=None, positions=None):
 @functools.partial(jax.jit, static_argnums=0)
 def gradient(config, params, ids, segments):
     """Of the mean log-probability of token 0 over the real tokens of packed rows."""
+    TRACES[config] += 1
+
     def loss(params):
         logits, _ = full_pass(config, params, ids, segment_mask(segments))
         return (jax.nn.log_softmax(logits)[..., 0] * (segments > 0)).mean()
     return jax.grad(loss)(params)
 
 
+TRACES = collections.Counter()
 IDS = tokens((2, 5))
 SEGMENTS = np.array([[1, 1, 2, 0, 0], [0] * 5])
 
@@ -133,20 +137,20 @@ def test_prefill_extend_and_decode_equal_one_pass(unroll):
 
 
 def test_memories_are_valid_row_by_row():
-    params = noisy_params(TOY)
-    ids, length = tokens((2, 6)), np.array([5, 3])
-    decoder = Decoder(TOY)
-    _, (k, v) = full_pass(TOY, params, ids[:, :5])
+    params, decoder = noisy_params(TOY), Decoder(TOY)
+    ids, length = tokens((2, 9)), np.array([5, 3])
+    _, (k, v) = full_pass(TOY, params, ids)
+    k, v = k[:, :, :, :5], v[:, :, :, :5]
 
     @jax.jit
     def step(memory):
-        hidden, _ = decoder.apply({"params": params}, ids[:, 5:], length[:, None],
+        hidden, _ = decoder.apply({"params": params}, ids[:, 8:], length[:, None],
                                   causal_mask(1), (memory,))
         return decoder.apply({"params": params}, hidden[:, 0], method="logits")
 
     got = step(Memory(k, v, jnp.arange(5) < length[:, None]))
     for b, n in enumerate(length):
-        row = np.concatenate([ids[b, :n], ids[b, 5:]])
+        row = np.concatenate([ids[b, :n], ids[b, 8:]])
         want = reference.logits(reference.from_params(params), TOY, row)[-1]
         np.testing.assert_allclose(got[b], want, atol=2e-5 * np.abs(want).max())
 
@@ -175,13 +179,12 @@ def test_segment_mask_by_its_definition(segments):
 
 
 def test_tokens_do_not_see_the_future():
-    params = noisy_params(TOY)
-    ids = tokens((1, 6))
+    params, ids = noisy_params(TOY), tokens((2, 9))
     other = ids.copy()
-    other[0, 4:] = (other[0, 4:] + 1) % TOY.vocab_size
-    a, b = (np.asarray(full_pass(TOY, params, x)[0][0]) for x in (ids, other))
-    np.testing.assert_array_equal(a[:4], b[:4])
-    assert np.abs(a[4:] - b[4:]).max() > 1e-3
+    other[:, 6:] = (other[:, 6:] + 1) % TOY.vocab_size
+    a, b = (np.asarray(full_pass(TOY, params, x)[0]) for x in (ids, other))
+    np.testing.assert_array_equal(a[:, :6], b[:, :6])
+    assert np.abs(a[:, 6:] - b[:, 6:]).max() > 1e-3
 
 
 # ---------------------------------------------------------------- attention alone
@@ -296,29 +299,27 @@ def test_remat_and_unrolling_change_no_gradient():
 
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters():
-    config = dataclasses.replace(TOY, compute_dtype="bfloat16", tie_embeddings=False)
-    params, ids = noisy_params(config), tokens((2, 7))
+    config = dataclasses.replace(TOY, compute_dtype="bfloat16")
+    params, ids = noisy_params(config), tokens((2, 9))
     got, (k, v) = full_pass(config, params, ids)
     assert {k.dtype, v.dtype} == {jnp.dtype("bfloat16")}
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
-    want, _ = full_pass(dataclasses.replace(config, compute_dtype="float32"), params, ids)
+    want, _ = full_pass(TOY, params, ids)
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, want, atol=0.03 * np.abs(want).max())
+    assert 0 < np.sqrt(np.mean((got - want) ** 2)) < 0.03 * np.std(want)
 
 
 def test_one_trace_serves_updates_and_decode_steps():
     decoder = Decoder(TOY)
-    traces = {"update": 0, "decode": 0}
+    decode_traces = []
 
     @jax.jit
-    def update(params, ids):
-        traces["update"] += 1
-        grads = gradient(TOY, params, ids, SEGMENTS)
+    def descend(params, grads):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     @jax.jit
     def decode(params, ids, at, memory):
-        traces["decode"] += 1
+        decode_traces.append(1)
         hidden, kv = decoder.apply({"params": params}, ids, at[:, None], causal_mask(1),
                                    (memory,))
         memory = append(memory, kv, at[0])
@@ -330,7 +331,7 @@ def test_one_trace_serves_updates_and_decode_steps():
     at = jnp.zeros(2, jnp.int32)
     memory = Memory(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((2, 4), bool))
     for i in range(3):
-        params = update(params, tokens(IDS.shape, seed=i))
+        params = descend(params, gradient(TOY, params, tokens(IDS.shape, seed=i), SEGMENTS))
         _, at, memory = decode(params, tokens((2, 1), seed=i), at, memory)
-    assert traces == {"update": 1, "decode": 1}
+    assert TRACES[TOY] == len(decode_traces) == 1
     np.testing.assert_array_equal(memory.valid_BxS, [[True, True, True, False]] * 2)

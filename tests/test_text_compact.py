@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +32,8 @@ def task(uid="t1"):
     return Task(uid, ("bank",), Category.BASE, {}, (Turn("x", (), BANK),), scenario="s")
 
 
-def start(uid="t1", salt=""):
-    return FORMAT.start(task(uid), SPECS[:2], salt)
+def start(uid="t1"):
+    return FORMAT.start(task(uid), SPECS[:2])
 
 
 def mark(spelling):
@@ -98,9 +99,33 @@ def test_slots_carry_no_structure_and_run_out_into_unk():
     assert set(first) == set(range(FORMAT.first_slot, FORMAT.vocab_size))
     assert start().user(UserTurn(0, "Zed", BANK)) == start().user(UserTurn(0, "Zed", BANK))
     names = " ".join(f"n{i}" for i in range(10))
-    plain, salted = (start(salt=s).user(UserTurn(0, names, BANK))[1:-1] for s in ("", "2"))
-    assert plain != salted and sorted(plain) == sorted(salted)
+    plain = start().user(UserTurn(0, names, BANK))[1:-1]
     assert plain[8:] == [FORMAT.unk_id] * 2 and len(set(plain[:8])) == 8
+
+
+def test_kinds_show_in_the_slot_and_nothing_else_does():
+    form = CompactFormat(SPECS, LEXICON, n_slots=3, kinds=("@*", "bk-*"))
+    assert form.vocab_size == form.first_slot + 9
+    ids = form.start(task("t1"), SPECS[:2]).user(
+        UserTurn(0, "@ann bk-1 zed bk-22 @bob bk-3 bk-4 bk-5", BANK))[1:-1]
+    pools = [(i - form.first_slot) // 3 for i in ids]
+    assert pools == [0, 1, 2, 1, 0, 1, 2, 2]  # a fourth bk-* takes a slot of no kind
+    assert len(set(ids)) == len(ids)
+
+
+def test_redealing_keeps_words_kinds_and_equality():
+    form = CompactFormat(SPECS, LEXICON, n_slots=4, kinds=("@*",))
+    ids = np.array(form.start(task("t1"), SPECS[:2]).user(
+        UserTurn(0, "send @ann zed @bob @ann money", BANK)), np.int32)
+    seen = set()
+    for seed in range(20):
+        other = form.redeal(ids, np.random.default_rng(seed))
+        words = ids < form.first_slot
+        assert (other[words] == ids[words]).all() and other.dtype == ids.dtype
+        assert ((other - form.first_slot) // 4 == (ids - form.first_slot) // 4)[~words].all()
+        assert ((other[:, None] == other) == (ids[:, None] == ids)).all()
+        seen.add(tuple(other))
+    assert len(seen) > 10
 
 
 def test_clones_share_the_prompt_and_then_diverge():

@@ -27,6 +27,8 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from rods_jax.text.positional import Atom, Mark, decode_calls, encode_calls
 from rods_jax.tools.env import UserTurn
 from rods_jax.types import Json, ParsedStep, Task, ToolCall, ToolResult, ToolSpec
@@ -81,13 +83,20 @@ class CompactFormat:
         self.unk_id = self._mark_id[Mark.UNK]
         self.stop_ids = (self._mark_id[Mark.GO], self._mark_id[Mark.END])
 
-    def start(self, task: Task, tools: Sequence[ToolSpec], salt: str = "") -> CompactDialogue:
-        """A dialogue with an empty table. Another `salt` deals the slots in another order, so
-        that one trace can be trained on under several."""
+    def redeal(self, ids_L: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The same dialogue as if its slots had been dealt in another order; same shape. So
+        one trace can be trained on under many dealings."""
+        to_V = np.arange(self.vocab_size, dtype=ids_L.dtype)
+        for start in range(self.first_slot, self.vocab_size, self.n_slots):
+            to_V[start:start + self.n_slots] = start + rng.permutation(self.n_slots)
+        return to_V[ids_L]
+
+    def start(self, task: Task, tools: Sequence[ToolSpec]) -> CompactDialogue:
+        """A dialogue with an empty table."""
         for spec in tools:
             if spec.name not in self.specs:
                 raise ValueError(f"tool {spec.name!r} is unknown: build the format with its spec")
-        seed = hashlib.sha256(f"{task.uid}\0{salt}".encode("utf-8", "surrogatepass")).digest()
+        seed = hashlib.sha256(task.uid.encode("utf-8", "surrogatepass")).digest()
         rng = random.Random(int.from_bytes(seed, "big"))
         pools = []
         for start in range(self.first_slot, self.vocab_size, self.n_slots):

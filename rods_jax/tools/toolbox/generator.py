@@ -66,9 +66,9 @@ BANDS: dict[str, Band] = {
 
 # How often each band is drawn, by split. This table sets how hard the suite is.
 MIX: dict[str, dict[str, int]] = {
-    "train": {"single": 8, "easy": 22, "middle": 28, "hard": 24, "extreme": 18},
-    "warm": {"single": 10, "easy": 30, "middle": 35, "hard": 20, "extreme": 5},
-    "new_structures": {"single": 0, "easy": 30, "middle": 40, "hard": 20, "extreme": 10},
+    "train": {"single": 30, "easy": 40, "middle": 18, "hard": 8, "extreme": 4},
+    "warm": {"single": 15, "easy": 40, "middle": 30, "hard": 10, "extreme": 5},
+    "new_structures": {"single": 0, "easy": 60, "middle": 25, "hard": 10, "extreme": 5},
 }
 LIBRARY_SIZE: dict[str, int] = {
     "single": 24, "easy": 60, "middle": 80, "hard": 60, "extreme": 40,

@@ -22,7 +22,7 @@ from rods_jax.metrics import duration, read
 from rods_jax.run_config import RunConfig
 
 CONFIG = "configs/quickstart.py"
-ARMS = {"rods": (), "static": ("curriculum.stages.0.synthesis=False",)}
+ARMS = {"rods": (), "static": ("synthesis_on=False",)}
 ZONES = ("hard", "boundary", "mastered", "silent")
 
 
@@ -78,14 +78,14 @@ def _run_arms(config: RunConfig, args: argparse.Namespace) -> None:
         children[arm] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=pin)
     try:
         _watch(children, config, args.out)
+        failed = {arm: child for arm, child in children.items() if child.poll() not in (None, 0)}
     finally:
         for child in children.values():
             child.kill()
-    for arm, child in children.items():
-        if child.wait() != 0:
-            tail = (args.out / f"{arm}.log").read_text(encoding="utf-8").strip().splitlines()
-            raise UserError(f"arm {arm} ended with code {child.returncode}: "
-                            f"{tail[-1] if tail else 'no output'}; see {args.out / arm}.log")
+    for arm, child in failed.items():
+        tail = (args.out / f"{arm}.log").read_text(encoding="utf-8").strip().splitlines()
+        raise UserError(f"arm {arm} ended with code {child.returncode}: "
+                        f"{tail[-1] if tail else 'no output'}; see {args.out / arm}.log")
 
 
 def _watch(children: dict, config: RunConfig, out: pathlib.Path) -> None:
@@ -93,7 +93,7 @@ def _watch(children: dict, config: RunConfig, out: pathlib.Path) -> None:
     began, terminal, shown = time.monotonic(), sys.stderr.isatty(), 0.0
     while any(child.poll() is None for child in children.values()):
         if any(child.poll() not in (None, 0) for child in children.values()):
-            return
+            break
         time.sleep(0.5)
         if not terminal and time.monotonic() - shown < 15:
             continue

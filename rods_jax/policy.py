@@ -62,7 +62,7 @@ def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
     chat = CompactFormat(suite.tools(suite.domains), lexicon(), policy.slots, KINDS)
     model = ModelConfig(
         vocab_size=chat.vocab_size, d_model=policy.d_model, n_layers=policy.n_layers,
-        n_heads=policy.n_heads, n_kv_heads=policy.n_heads,
+        n_heads=policy.n_heads, n_kv_heads=policy.n_kv_heads,
         head_dim=policy.d_model // policy.n_heads, d_ff=policy.d_ff,
         compute_dtype=policy.compute_dtype, remat=policy.remat, scan_unroll=policy.n_layers)
     params = copying(init_params(model, key), key)

@@ -47,6 +47,7 @@ class PolicyConfig:
     d_model: int = 128
     n_layers: int = 3
     n_heads: int = 4
+    n_kv_heads: int = 4
     d_ff: int = 384
     slots: int = 16
     schemas: Schemas = Schemas.SIGNATURES
@@ -83,6 +84,7 @@ class EvalConfig:
 class RunConfig:
     """tasks_per_step T, group_size K, minibatches: optimizer steps a batch of T is split
     into; rows: rows of `sampler.max_len` tokens in a micro-batch of the update.
+    synthesis_on: False is the static baseline, whatever the stages say.
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
     paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end."""
@@ -102,6 +104,7 @@ class RunConfig:
     update: UpdateConfig = UpdateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     boundary: BoundaryConfig = BoundaryConfig()
+    synthesis_on: bool = True
     seed_rule: SeedRule = SeedRule.PHI
     pool: PoolConfig = PoolConfig()
     synthesis: SynthesisConfig = SynthesisConfig()

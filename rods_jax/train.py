@@ -153,7 +153,7 @@ class Run:
         """Paper section 3: retire, revive, admit at most a share beta, prune."""
         self.pool, _ = self.programs.retire(self.pool, self.step)
         self.pool, _ = self.programs.revive(self.pool)
-        if curriculum.stage_at(self.config.curriculum, self.step).synthesis:
+        if self._synthesizes():
             self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
             waiting = [candidate.task for candidate in self.synthesizer.waiting]
             chosen = waiting[:self._admission_limit()]
@@ -161,6 +161,10 @@ class Run:
             self.synthesizer.settle([task.uid for task in chosen])
             self.pool, _ = self.programs.prune(self.pool)
         self.last_admission = self.step
+
+    def _synthesizes(self) -> bool:
+        stage = curriculum.stage_at(self.config.curriculum, self.step)
+        return self.config.synthesis_on and stage.synthesis
 
     def _admission_limit(self) -> int:
         live = int(self.programs.stats(self.pool).live)
@@ -198,7 +202,7 @@ class Run:
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
         self.pool = self.programs.update_stats(
             self.pool, draw.indices_T, draw.uids_T, stats, self.step)
-        if stage.synthesis:
+        if self._synthesizes():
             self._ask_for_variants(seed_key)
         zones_T = np.asarray(self.programs.zones(stats))[draw.filled_T]
         self.counters.rollouts += rolled.rollouts

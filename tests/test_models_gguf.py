@@ -182,13 +182,18 @@ def extra(name, size):
     return lambda stored: {**stored, name: (np.zeros(size, np.float32), TYPES.F32)}
 
 
+def integer_norm(stored):
+    return {**stored, "output_norm.weight": (np.ones(32, np.int32), TYPES.I32)}
+
+
 @pytest.mark.parametrize("edit, fields, words", [
+    (integer_norm, {}, "tensor output_norm.weight in .*bad.gguf has the type I32"),
     (without("blk.1.ffn_up.weight"), {}, "bad.gguf lacks the tensor blk.1.ffn_up.weight"),
     (without("token_embd.weight"), {}, "bad.gguf lacks the tensor token_embd.weight"),
     (extra("blk.0.attn_k.bias", 32), {}, "tensor blk.0.attn_k.bias in .*bad.gguf has no place"),
     (extra("blk.2.attn_norm.weight", 32), {}, "tensor blk.2.attn_norm.weight in .*no place"),
     (extra("output_norm.weight", 31), {},
-     r"tensor output_norm.weight in .*bad.gguf has the shape \(31,\), its metadata ask for \(32,\)"),
+     r"tensor output_norm.weight in .*bad.gguf has the shape \(31,\), .* ask for \(32,\)"),
     (dict, {"feed_forward_length": 96}, r"tensor blk.0.ffn_gate.weight .*\(64, 32\), .*\(96, 32\)"),
     (dict, {"block_count": None}, "bad.gguf lacks the metadata llama.block_count"),
     (dict, {"rope__dimension_count": 8}, "llama.rope.dimension_count 8 beside head_dim 16"),

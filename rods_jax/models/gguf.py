@@ -185,7 +185,7 @@ def _dequantize(path, tensor) -> np.ndarray:
     from gguf import quants
     try:
         return np.array(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
-    except NotImplementedError:
+    except RuntimeError:  # its error for types it has no code for derives from this
         raise ValueError(f"tensor {tensor.name} in {path} has the type "
                          f"{tensor.tensor_type.name}, which gguf cannot dequantize: "
                          "quantize it otherwise") from None

@@ -17,6 +17,7 @@ not depend on slot, batch or order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import chex
@@ -24,7 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rods_jax.models.decoder import Decoder, Memory, causal_mask
+from rods_jax.models.decoder import Decoder, Memory, append, by_layer, causal_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,88 +132,102 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
     the group; with `key` and the token's position they make the key of a draw.
     temperature: float32 scalar; 0 takes the likeliest token and scores it at temperature 1.
     """
-    B, C, M = config.slots, config.chunk, config.max_new
-    stop = jnp.asarray(tuple(stop_ids), jnp.int32)
-    patience = int(config.straggler_share * B)
-
-    def draw(params, hidden_BxD, keys_B, position_B, temperature):
-        logits_BxV = decoder.apply({"params": params}, hidden_BxD, method="logits")
-        logits_BxV = logits_BxV / jnp.where(temperature > 0, temperature, 1.0)
-        noise_BxV = jax.vmap(
-            lambda key, position: jax.random.gumbel(
-                jax.random.fold_in(key, position), logits_BxV.shape[1:]))(keys_B, position_B)
-        scores_BxV = jnp.where(temperature > 0, logits_BxV + noise_BxV, logits_BxV)
-        token_B = jnp.argmax(scores_BxV, axis=-1).astype(jnp.int32)
-        logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
-        return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0]
-
-    def extend(params, slots, prefix, chunk_BxC, n_B):
-        offset_C = jnp.arange(C)
-        valid_BxC = offset_C < n_B[:, None]
-        mask_BxCxC = causal_mask(C) & valid_BxC[:, None, :]
-        hidden_BxCxD, (k, v) = decoder.apply(
-            {"params": params}, chunk_BxC, slots.length_B[:, None] + offset_C, mask_BxCxC,
-            (prefix,))
-        last_BxD = hidden_BxCxD[jnp.arange(B), jnp.maximum(n_B - 1, 0)]
-        return jnp.where((n_B > 0)[:, None], last_BxD, slots.hidden_BxD), k, v, valid_BxC
+    B, C = config.slots, config.chunk
 
     def wave(params, slots: Slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2,
              temperature):
         chex.assert_shape(chunk_BxC, (B, C))
         chex.assert_shape(who_Bx2, (B, 2))
+        prefix = by_layer(Memory(
+            k=slots.k[:, :, :, :bucket], v=slots.v[:, :, :, :bucket],
+            valid_BxS=jnp.arange(bucket) < slots.length_B[:, None]), decoder.config)
+        hidden_BxD, chunk_kv, valid_BxC = _extend(decoder, params, slots, prefix, chunk_BxC, n_B)
+        start_B = slots.length_B + n_B
         keys_B = jax.vmap(
             lambda who: jax.random.fold_in(jax.random.fold_in(key, who[0]), who[1]))(who_Bx2)
-        prefix = Memory(
-            k=slots.k[:, :, :, :bucket], v=slots.v[:, :, :, :bucket],
-            valid_BxS=jnp.arange(bucket) < slots.length_B[:, None])
-        hidden_BxD, chunk_k, chunk_v, valid_BxC = extend(params, slots, prefix, chunk_BxC, n_B)
-        start_B = slots.length_B + n_B
-        grow = ((0, 0), (0, 0), (0, 0), (0, M), (0, 0))  # room for the message behind the chunk
-        token_B, logprob_B = draw(params, hidden_BxD, keys_B, start_B, temperature)
-        out = WaveOutput(
-            tokens_BxM=jnp.zeros((B, M), jnp.int32).at[:, 0].set(token_B),
-            logprobs_BxM=jnp.zeros((B, M), jnp.float32).at[:, 0].set(logprob_B),
-            count_B=jnp.where(sample_B, 1, 0).astype(jnp.int32),
-            stopped_B=sample_B & jnp.isin(token_B, stop), length_B=start_B)
-        alive_B = sample_B & ~out.stopped_B & (budget_B > 1)
-
-        def more(carry):
-            _, alive_B, *_ = carry
-            return jnp.sum(alive_B) > patience
-
-        def step(carry):
-            i, alive_B, hidden_BxD, k, v, out = carry
-            token_B = jax.lax.dynamic_index_in_dim(out.tokens_BxM, i, axis=1, keepdims=False)
-            wrote_BxM = jnp.arange(M) < jnp.minimum(i, jnp.maximum(out.count_B - 1, 0))[:, None]
-            near = Memory(k=k, v=v, valid_BxS=jnp.concatenate([valid_BxC, wrote_BxM], axis=1))
-            hidden_Bx1xD, (new_k, new_v) = decoder.apply(
-                {"params": params}, token_B[:, None], (start_B + i)[:, None],
-                jnp.ones((B, 1, 1), bool), (prefix, near))
-            k = jax.lax.dynamic_update_slice_in_dim(k, new_k, C + i, axis=3)
-            v = jax.lax.dynamic_update_slice_in_dim(v, new_v, C + i, axis=3)
-            hidden_BxD = jnp.where(alive_B[:, None], hidden_Bx1xD[:, 0], hidden_BxD)
-            token_B, logprob_B = draw(params, hidden_BxD, keys_B, start_B + i + 1,
-                                    temperature)
-            put = lambda x_BxM, x_B: jax.lax.dynamic_update_slice_in_dim(
-                x_BxM, x_B[:, None], i + 1, axis=1)
-            count_B = out.count_B + alive_B
-            stopped_B = out.stopped_B | (alive_B & jnp.isin(token_B, stop))
-            out = WaveOutput(put(out.tokens_BxM, token_B), put(out.logprobs_BxM, logprob_B),
-                             count_B, stopped_B, out.length_B)
-            return i + 1, alive_B & ~stopped_B & (count_B < budget_B), hidden_BxD, k, v, out
-
-        carry = (jnp.int32(0), alive_B, hidden_BxD, jnp.pad(chunk_k, grow),
-                 jnp.pad(chunk_v, grow), out)
-        _, _, hidden_BxD, k, v, out = jax.lax.while_loop(more, step, carry)
+        draw = functools.partial(_draw, decoder, params, keys_B=keys_B, temperature=temperature)
+        hidden_BxD, near, out = _sample(
+            decoder, params, config, jnp.asarray(tuple(stop_ids), jnp.int32), draw, prefix,
+            chunk_kv, valid_BxC, hidden_BxD, start_B, sample_B, budget_B)
         # All sampled tokens but the last are in the cache; the host sends that one again.
         length_B = start_B + jnp.maximum(out.count_B - 1, 0)
-        merge = lambda cache, near: _write(
-            _write(cache, near[:, :, :, :C], slots.length_B), near[:, :, :, C:], start_B)
-        slots = Slots(k=merge(slots.k, k), v=merge(slots.v, v),
+        merge = lambda cache, new: _write(  # noqa: E731
+            _write(cache, new[:, :, :, :C], slots.length_B), new[:, :, :, C:], start_B)
+        slots = Slots(k=merge(slots.k, jnp.stack(near.k)), v=merge(slots.v, jnp.stack(near.v)),
                       length_B=length_B, hidden_BxD=hidden_BxD)
         return slots, out.replace(length_B=length_B)
 
     return wave
+
+
+def _extend(decoder, params, slots: Slots, prefix: Memory, chunk_BxC, n_B):
+    """Runs the chunks; returns the hidden state that predicts each slot's next token, the
+    chunk's K/V and which of its entries are real."""
+    B, C = chunk_BxC.shape
+    offset_C = jnp.arange(C)
+    valid_BxC = offset_C < n_B[:, None]
+    hidden_BxCxD, kv = decoder.apply(
+        {"params": params}, chunk_BxC, slots.length_B[:, None] + offset_C,
+        causal_mask(C) & valid_BxC[:, None, :], (prefix,))
+    last_BxD = hidden_BxCxD[jnp.arange(B), jnp.maximum(n_B - 1, 0)]
+    return jnp.where((n_B > 0)[:, None], last_BxD, slots.hidden_BxD), kv, valid_BxC
+
+
+def _draw(decoder, params, hidden_BxD, position_B, *, keys_B, temperature):
+    """The next token of each slot and its log-prob."""
+    logits_BxV = decoder.apply({"params": params}, hidden_BxD, method="logits")
+    logits_BxV = logits_BxV / jnp.where(temperature > 0, temperature, 1.0)
+    noise_BxV = jax.vmap(
+        lambda key, position: jax.random.gumbel(
+            jax.random.fold_in(key, position), logits_BxV.shape[1:]))(keys_B, position_B)
+    scores_BxV = jnp.where(temperature > 0, logits_BxV + noise_BxV, logits_BxV)
+    token_B = jnp.argmax(scores_BxV, axis=-1).astype(jnp.int32)
+    logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
+    return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0]
+
+
+def _sample(decoder, params, config: SamplerConfig, stop, draw, prefix: Memory, chunk_kv,
+            valid_BxC, hidden_BxD, start_B, sample_B, budget_B):
+    """Samples until each slot stops, is out of budget, or too few are left to wait for.
+    Returns the hidden states, the K/V of chunk and message, and the WaveOutput."""
+    B, C, M = config.slots, config.chunk, config.max_new
+    patience = int(config.straggler_share * B)
+    room = ((0, 0), (0, 0), (0, 0), (0, M), (0, 0))  # for the message, behind the chunk
+    near = by_layer(Memory(k=jnp.pad(chunk_kv[0], room), v=jnp.pad(chunk_kv[1], room),
+                           valid_BxS=jnp.pad(valid_BxC, ((0, 0), (0, M)))), decoder.config)
+    token_B, logprob_B = draw(hidden_BxD, start_B)
+    out = WaveOutput(
+        tokens_BxM=jnp.zeros((B, M), jnp.int32).at[:, 0].set(token_B),
+        logprobs_BxM=jnp.zeros((B, M), jnp.float32).at[:, 0].set(logprob_B),
+        count_B=jnp.where(sample_B, 1, 0).astype(jnp.int32),
+        stopped_B=sample_B & jnp.isin(token_B, stop), length_B=start_B)
+    alive_B = sample_B & ~out.stopped_B & (budget_B > 1)
+
+    def more(carry):
+        return jnp.sum(carry[1]) > patience
+
+    def step(carry):
+        i, alive_B, hidden_BxD, near, out = carry
+        token_B = jax.lax.dynamic_index_in_dim(out.tokens_BxM, i, axis=1, keepdims=False)
+        hidden_Bx1xD, kv = decoder.apply(
+            {"params": params}, token_B[:, None], (start_B + i)[:, None],
+            jnp.ones((B, 1, 1), bool), (prefix, near))
+        # A slot that has stopped goes on writing behind its end; nothing ever reads that.
+        near = append(near, kv, C + i)
+        near = near.replace(valid_BxS=near.valid_BxS.at[:, C + i].set(True))
+        hidden_BxD = jnp.where(alive_B[:, None], hidden_Bx1xD[:, 0], hidden_BxD)
+        token_B, logprob_B = draw(hidden_BxD, start_B + i + 1)
+        put = lambda x_BxM, x_B: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
+            x_BxM, x_B[:, None], i + 1, axis=1)
+        count_B = out.count_B + alive_B
+        stopped_B = out.stopped_B | (alive_B & jnp.isin(token_B, stop))
+        out = WaveOutput(put(out.tokens_BxM, token_B), put(out.logprobs_BxM, logprob_B),
+                         count_B, stopped_B, out.length_B)
+        return i + 1, alive_B & ~stopped_B & (count_B < budget_B), hidden_BxD, near, out
+
+    _, _, hidden_BxD, near, out = jax.lax.while_loop(
+        more, step, (jnp.int32(0), alive_B, hidden_BxD, near, out))
+    return hidden_BxD, near, out
 
 
 def _write(cache, chunk, at_B):

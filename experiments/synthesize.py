@@ -20,10 +20,8 @@ from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.tasks.jsonl import read_tasks, write_tasks
-from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard
 from rods_jax.types import Json, Task
-
-HELD_IN_SPLITS = {"toolbox": ("held_in", "new_structures"), "bfcl": ("held_in",)}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +54,7 @@ def main() -> None:
     suite = make_suite(args.suite)
     seeds = read_tasks(args.seeds) if args.seeds else list(suite.split("train"))
     held_in = (read_tasks(args.held_in) if args.held_in else
-               [task for name in HELD_IN_SPLITS[args.suite] for task in suite.split(name)])
+               [task for name in HELD_OUT_SPLITS[args.suite] for task in suite.split(name)])
     config = SynthesisConfig(k_max=args.k_max, max_rewrites=args.max_rewrites,
                              max_profile_distance=args.max_distance)
     header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),

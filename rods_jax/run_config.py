@@ -11,12 +11,20 @@ from rods_jax.boundary import BoundaryConfig, SeedRule
 from rods_jax.curriculum import CurriculumConfig
 from rods_jax.grpo.optimizer import OptimizerConfig
 from rods_jax.grpo.update import UpdateConfig
+from rods_jax.models.config import ModelConfig
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.sampler import SamplerConfig
 from rods_jax.startup import Platform
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.task_pool import PoolConfig
 from rods_jax.text.hermes import Schemas
+from rods_jax.types import CATEGORIES
+
+
+def _positive(config, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} is {getattr(config, name)}: give 1 or more")
 
 
 class SuiteName(str, enum.Enum):
@@ -37,6 +45,9 @@ class TasksConfig:
     seeds: int = 400
     held_in: int = 400
 
+    def __post_init__(self):
+        _positive(self, "seeds", "held_in")
+
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
@@ -54,6 +65,16 @@ class PolicyConfig:
     compute_dtype: str = "float32"
     remat: bool = False
 
+    def __post_init__(self):
+        _positive(self, "n_heads", "slots")
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model {self.d_model} does not split over {self.n_heads} heads: "
+                             "make it a multiple of n_heads")
+        ModelConfig(  # raises where the sizes do not fit together
+            vocab_size=1, d_model=self.d_model, n_layers=self.n_layers, n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads, head_dim=self.d_model // self.n_heads, d_ff=self.d_ff,
+            compute_dtype=self.compute_dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
@@ -69,6 +90,12 @@ class WarmStartConfig:
     weight_decay: float = 0.3
     seed: int = 0
 
+    def __post_init__(self):
+        _positive(self, "traces", "passes", "batches", "rows")
+        if self.batches > self.traces:
+            raise ValueError(f"batches {self.batches} exceeds traces {self.traces}: lower it")
+        OptimizerConfig(lr=self.lr, weight_decay=self.weight_decay)  # raises on a bad value
+
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
@@ -78,6 +105,10 @@ class EvalConfig:
 
     every: int = 0
     transfer: bool = False
+
+    def __post_init__(self):
+        if self.every < 0:
+            raise ValueError(f"every is {self.every}: give 0 or more steps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +147,17 @@ class RunConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
-        for name in ("steps", "tasks_per_step", "group_size", "minibatches", "rows", "queue"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
+        _positive(self, "steps", "tasks_per_step", "group_size", "minibatches", "rows", "queue",
+                  "keep_checkpoints")
         for name in ("admit_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
         if self.tasks_per_step % self.minibatches:
             raise ValueError(f"tasks_per_step {self.tasks_per_step} does not split into "
                              f"{self.minibatches} minibatches: make it a multiple")
+        if self.pool.batch_floor * len(CATEGORIES) > self.tasks_per_step:
+            raise ValueError(f"pool.batch_floor {self.pool.batch_floor} in {len(CATEGORIES)} "
+                             f"categories exceeds tasks_per_step {self.tasks_per_step}: lower it")
         if self.pool.capacity < self.tasks.seeds:
             raise ValueError(f"pool.capacity {self.pool.capacity} is below tasks.seeds "
                              f"{self.tasks.seeds}: raise it to seeds + p_max")

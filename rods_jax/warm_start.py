@@ -61,40 +61,42 @@ def gold_trajectory(task: Task, suite: Suite, chat: ChatFormat) -> Trajectory:
         outcomes=tuple(outcomes), n_turns=len(task.turns), end=EndReason.DONE)
 
 
-def cache_path(config: RunConfig, parts: Parts, root: pathlib.Path) -> pathlib.Path:
-    traces = split(parts.suite, "warm", config.warm_start.traces)
-    known = [to_json(config.warm_start), to_json(parts.decoder.config), config.sampler.max_len,
-             config.seed, [task.content_hash for task in traces]]
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-    return root / f"warm_{digest}"
+def cache_path(config: RunConfig, parts: Parts, gold: list[Trajectory],
+               root: pathlib.Path) -> pathlib.Path:
+    """Named after settings, traces as token ids, and the weights training starts from."""
+    settings = [to_json(config.warm_start), to_json(parts.decoder.config), config.sampler.max_len]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for array in [*(trace.tokens_L for trace in gold), *jax.tree.leaves(parts.params)]:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return root / f"warm_{digest.hexdigest()[:16]}"
 
 
 def warm_start(config: RunConfig, parts: Parts, root: pathlib.Path,
                report: Callable[[int, int, float], None]) -> tuple[Any, pathlib.Path]:
     """Parameters after the warm start, read from the cache below `root` or made and put
     there. `report(pass, passes, loss)` is called after every pass that is trained."""
-    path = cache_path(config, parts, root)
+    warm = config.warm_start
+    gold = [gold_trajectory(task, parts.suite, parts.chat)
+            for task in split(parts.suite, "warm", warm.traces)]
+    path = cache_path(config, parts, gold, root)
     if checkpoint.latest(path) is not None:
         return checkpoint.restore(path, parts.params).arrays, path
-    warm = config.warm_start
-    tasks = split(parts.suite, "warm", warm.traces)
-    params = _train(warm, config, parts, tasks, report)
+    params = _train(warm, config, parts, gold, report)
     checkpoint.save(path, warm.passes, params, {"passes": warm.passes})
     return params, path
 
 
-def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, tasks: list[Task],
+def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, gold: list[Trajectory],
            report: Callable[[int, int, float], None]) -> Any:
-    part = -(-len(tasks) // warm.batches)
+    part = -(-len(gold) // warm.batches)
     shape = BatchShape(micro=-(-part // warm.rows), rows=warm.rows,
                        length=config.sampler.max_len, tasks=part, group=1)
-    steps = warm.passes * warm.batches
+    steps = warm.passes * -(-len(gold) // part)
     optimizer = make_optimizer(OptimizerConfig(
         lr=warm.lr, warmup=max(1, steps // 20), decay_steps=steps, weight_decay=warm.weight_decay))
     step = jax.jit(make_supervised(parts.decoder, optimizer), donate_argnums=0)
     state = init_state(jax.tree.map(lambda x: x.copy(), parts.params), optimizer)
     rng = np.random.default_rng(warm.seed)
-    gold = [gold_trajectory(task, parts.suite, parts.chat) for task in tasks]
     for done in range(warm.passes):
         traces = [dataclasses.replace(trace, tokens_L=parts.chat.redeal(trace.tokens_L, rng))
                   for trace in gold]

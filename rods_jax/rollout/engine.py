@@ -29,6 +29,10 @@ class EngineConfig:
     max_steps: int = 8  # assistant messages a user turn
     stop_on_failed_turn: bool = True  # later turns rest on this one's state
 
+    def __post_init__(self):
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps is {self.max_steps}: give 1 or more")
+
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
@@ -62,12 +66,11 @@ class RolloutStats:
 class _Rollout:
     """One rollout in a slot: what the host knows of it."""
 
-    def __init__(self, prompt: Prompt, group: int, sample: int, suite: Suite):
+    def __init__(self, prompt: Prompt, group: int, sample: int):
         self.group, self.sample = group, sample
         self.task = prompt.task
         self.dialogue = prompt.dialogue.clone()
-        self.env: Environment = suite.make_env(prompt.task)
-        self.env.begin_turn()
+        self._env: Environment | None = None
         self.tokens = list(prompt.ids)
         self.author = [Author.PROMPT] * len(prompt.ids)
         self.logprobs = [0.0] * len(prompt.ids)
@@ -75,6 +78,13 @@ class _Rollout:
         self.message: list[int] = []  # the assistant message being sampled
         self.outcomes: list[TurnOutcome] = []
         self.turn_steps = self.n_steps = self.n_malformed = 0
+
+    def env(self, suite: Suite) -> Environment:
+        """Made when first needed: that may fail like every other use of it."""
+        if self._env is None:
+            self._env = suite.make_env(self.task)
+            self._env.begin_turn()
+        return self._env
 
     def insert(self, ids: Sequence[int]) -> None:
         self.tokens.extend(ids)
@@ -138,13 +148,13 @@ class Engine:
 
     def _check(self, prompts: Sequence[Prompt], group_size: int) -> None:
         if group_size > self.sampler.slots:
-            raise ValueError(f"group size {group_size} exceeds rollout.slots "
-                             f"{self.sampler.slots}: raise rollout.slots")
+            raise ValueError(f"group size {group_size} exceeds sampler.slots "
+                             f"{self.sampler.slots}: raise sampler.slots")
         for prompt in prompts:
             if not 0 < len(prompt.ids) <= self.sampler.prompt_len:
                 raise ValueError(
                     f"prompt of task {prompt.task.uid} has {len(prompt.ids)} tokens, "
-                    f"rollout.prompt_len is {self.sampler.prompt_len}: raise it or drop the task")
+                    f"sampler.prompt_len is {self.sampler.prompt_len}: raise it or drop the task")
 
     def _refill(self, params, prompts, group_size, queue, live, who_Bx2) -> None:
         """Starts whole groups while there is room for as many as one prefill takes."""
@@ -164,7 +174,7 @@ class Engine:
                 length_T[t] = len(prompt.ids)
                 for sample in range(group_size):
                     slot = free.pop()
-                    live[slot] = _Rollout(prompt, group, sample, self.suite)
+                    live[slot] = _Rollout(prompt, group, sample)
                     group_B[slot] = t
                     who_Bx2[slot] = task_key(prompt.task.uid), sample
             self._slots = self._prefill(params, self._slots, tokens_TxP, length_T, group_B)
@@ -226,7 +236,8 @@ class Engine:
         message, rollout.message = rollout.message, []
         try:
             end, ids = self._act(rollout, message)
-        except Exception as error:  # the environment broke: no fault of the policy
+        # The environment broke, by no fault of the policy; a simulator may even call exit.
+        except (Exception, SystemExit) as error:
             stats.env_errors[type(error).__name__] += 1
             return EndReason.ENV_ERROR
         if end is not None:
@@ -239,7 +250,7 @@ class Engine:
 
     def _act(self, rollout: _Rollout, message: list[int]) -> tuple[EndReason | None, list[int]]:
         """Parses a message, executes it or ends the turn; returns the ids to insert."""
-        step = rollout.dialogue.parse(message)
+        env, step = rollout.env(self.suite), rollout.dialogue.parse(message)
         rollout.n_steps += 1
         rollout.turn_steps += 1
         if step.errors or step.calls:
@@ -247,15 +258,15 @@ class Engine:
                 rollout.n_malformed += 1
                 ids = rollout.dialogue.errors(step.errors)
             else:
-                results = rollout.env.execute(step.calls)
+                results = env.execute(step.calls)
                 ids = rollout.dialogue.results(step.calls, results)
             if rollout.turn_steps >= self.config.max_steps:
                 return EndReason.STEP_LIMIT, []
             return None, ids
-        outcome = rollout.env.end_turn(step.text)
+        outcome = env.end_turn(step.text)
         rollout.outcomes.append(outcome)
         rollout.turn_steps = 0
-        turn = rollout.env.begin_turn()
+        turn = env.begin_turn()
         if turn is None:
             return EndReason.DONE, []
         if self.config.stop_on_failed_turn and not outcome.passed:

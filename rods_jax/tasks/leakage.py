@@ -18,6 +18,9 @@ from rods_jax.types import Json, Task
 
 VARIANT_MARK = "~"  # joins a variant's uid and scenario to its parent's
 
+# By suite: the splits that are kept for evaluation, whole, however few of it a run looks at.
+HELD_OUT_SPLITS = {"toolbox": ("held_in", "new_structures"), "bfcl": ("held_in",)}
+
 
 class Leak(str, enum.Enum):
     CONTENT = "same_content"  # content hash: texts and gold, blind to case and spacing

@@ -23,6 +23,8 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from rods_jax.text.tokenizer import TextTokenizer
 from rods_jax.tools.calls import coerce, format_call, parse_hermes
 from rods_jax.tools.env import UserTurn
@@ -62,6 +64,10 @@ class HermesFormat:
 
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> HermesDialogue:
         return HermesDialogue(self, {spec.name: spec for spec in tools})
+
+    def redeal(self, ids_L: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """The same ids: all are text, none was dealt."""
+        return ids_L
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Tags by id; the text between two of them as one string."""

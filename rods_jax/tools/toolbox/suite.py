@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +13,6 @@ from rods_jax.tools.toolbox.generator import slots_of_shapes
 from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, tool_names
 from rods_jax.tools.toolbox.planner import make_plan
 from rods_jax.tools.toolbox.repair import repair_plan
-from rods_jax.tools.toolbox.splits import split
 from rods_jax.tools.toolbox.splits import split
 from rods_jax.tools.toolbox.structure import CallShape, call_shapes, depth
 from rods_jax.tools.toolbox.writer import write_turns
@@ -28,10 +26,6 @@ class ToolboxSuite:
 
     name = "toolbox"
     domains = tuple(DOMAINS)
-    domains = DOMAINS
-
-    def split(self, name: str) -> tuple[Task, ...]:
-        return split(name)
 
     def split(self, name: str) -> tuple[Task, ...]:
         """Tasks of "train", "held_in", "new_structures" or "warm"; see splits.py."""

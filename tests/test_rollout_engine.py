@@ -1,0 +1,296 @@
+"""The engine on the toolbox: once with the real sampler and a babbling policy, once with a
+scripted device that plays given messages and keeps every token it was fed."""
+
+import collections
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from loop_cases import CHAT, SUITE, babbler, messages, replay
+
+from rods_jax import rewards
+from rods_jax.grpo.batch import BatchShape, pack
+from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
+from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
+from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt, task_key
+from rods_jax.rollout.sampler import SamplerConfig, WaveOutput
+from rods_jax.types import Author, EndReason
+
+SHAPE = SamplerConfig(slots=16, max_len=128, prompt_len=40, chunk=5, max_new=12, prefill_groups=4)
+TEMPERATURE = 0.8
+TASKS = [task for task in SUITE.split("train")[:12]
+         if len(make_prompt(task, SUITE, CHAT).ids) <= SHAPE.prompt_len]
+PROMPTS = [make_prompt(task, SUITE, CHAT) for task in TASKS]
+
+
+def assert_follows_its_replay(trajectory, task, **limits):
+    again = replay(task, messages(trajectory), **limits)
+    assert trajectory.tokens_L.tolist() == again.tokens
+    assert trajectory.author_L.tolist() == again.author
+    assert list(trajectory.outcomes) == again.outcomes and trajectory.end is again.end
+    assert (trajectory.n_steps, trajectory.n_malformed) == (again.n_steps, again.n_malformed)
+    assert trajectory.n_turns == len(task.turns) and trajectory.task_uid == task.uid
+    assert not trajectory.logprobs_L[trajectory.author_L != Author.SAMPLED].any()
+
+
+# ---------------------------------------------------------------- the real sampler
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return babbler()
+
+
+@pytest.fixture(scope="module")
+def engines(policy):
+    return {slots: Engine(policy[0], dataclasses.replace(SHAPE, slots=slots),
+                          EngineConfig(max_steps=3), CHAT, SUITE) for slots in (4, 16)}
+
+
+@pytest.fixture(scope="module")
+def played(engines, policy):
+    return engines[16].run(policy[1], PROMPTS, 4, jax.random.key(5), TEMPERATURE)
+
+
+def test_every_rollout_follows_its_replay(played):
+    groups, stats = played
+    assert [len(group) for group in groups] == [4] * len(TASKS)
+    for group, task in zip(groups, TASKS):
+        assert [t.sample for t in group] == [0, 1, 2, 3]
+        for trajectory in group:
+            assert_follows_its_replay(trajectory, task, max_len=SHAPE.max_len, max_steps=3)
+            sampled = trajectory.author_L == Author.SAMPLED
+            assert (trajectory.logprobs_L[sampled] < 0).all()
+    ends = collections.Counter(t.end.value for group in groups for t in group)
+    assert ends == stats.ends and stats.rollouts == sum(ends.values()) == 4 * len(TASKS)
+    # The policy babbles, but not in one way only.
+    assert len(ends) >= 3 and any(o.n_calls for g in groups for t in g for o in t.outcomes)
+    assert any(t.n_malformed for g in groups for t in g)
+
+
+def test_counts_of_tokens(played):
+    groups, stats = played
+    sampled = sum(int((t.author_L == Author.SAMPLED).sum()) for g in groups for t in g)
+    assert stats.sampled_tokens == sampled
+    assert 0 < stats.device_s <= stats.total_s and stats.waves > 1 and not stats.env_errors
+
+
+def test_tokens_do_not_depend_on_slots_or_order(played, engines, policy):
+    order = np.random.default_rng(0).permutation(len(PROMPTS))
+    for slots in (4, 16):
+        groups, _ = engines[slots].run(policy[1], [PROMPTS[i] for i in order], 4,
+                                       jax.random.key(5), TEMPERATURE)
+        for group, i in zip(groups, order):
+            for mine, other in zip(group, played[0][i]):
+                np.testing.assert_array_equal(mine.tokens_L, other.tokens_L)
+                np.testing.assert_allclose(mine.logprobs_L, other.logprobs_L, atol=1e-5)
+                assert mine.end is other.end and mine.outcomes == other.outcomes
+
+
+def test_another_key_gives_other_tokens_and_no_temperature_gives_equal_ones(engines, policy, played):
+    other, _ = engines[16].run(policy[1], PROMPTS[:4], 4, jax.random.key(6), TEMPERATURE)
+    assert any(a.tokens_L.tolist() != b.tokens_L.tolist()
+               for x, y in zip(other, played[0]) for a, b in zip(x, y))
+    greedy, _ = engines[16].run(policy[1], PROMPTS[:4], 4, jax.random.key(6), 0.0)
+    for group in greedy:
+        assert len({tuple(t.tokens_L) for t in group}) == 1
+
+
+def test_logprobs_equal_a_full_forward_pass_over_the_packed_batch(played, policy):
+    groups, (decoder, params) = played[0], policy
+    shape = BatchShape(micro=6, rows=4, length=SHAPE.max_len, tasks=len(TASKS), group=4)
+    # Rewards that make every group carry loss, whatever was babbled.
+    rewards_TxG = np.random.default_rng(1).random((len(TASKS), 4)).astype(np.float32)
+    batch = pack(groups, rewards_TxG, shape, drop_dead=True)
+    sampled = sum(int((t.author_L == Author.SAMPLED).sum()) for g in groups for t in g)
+    assert batch.sampled_MxRxL.sum() == sampled
+    score = jax.jit(lambda *row: micro_logprobs(decoder, params, *row, TEMPERATURE, 32, False)[0])
+    for i in range(int(batch.n_micro)):
+        scored = score(batch.tokens_MxRxL[i], batch.positions_MxRxL[i], batch.segments_MxRxL[i],
+                       batch.sampled_MxRxL[i])
+        np.testing.assert_allclose(scored, batch.logprobs_MxRxL[i], atol=1e-4)
+
+    optimizer = make_optimizer(OptimizerConfig(lr=1e-3))
+    update = jax.jit(make_update(decoder, UpdateConfig(temperature=TEMPERATURE), optimizer))
+    _, metrics = update(init_state(params, optimizer), batch)
+    assert metrics.applied and metrics.n_tokens == sampled
+    assert metrics.logprob_gap < 1e-5 and metrics.clip_low_share == metrics.clip_high_share == 0
+
+
+# ---------------------------------------------------------------- a scripted device
+
+
+class Device:
+    """Plays `script(uid key, sample) -> messages` in place of prefill and waves, a few tokens
+    a wave. `fed[uid key, sample]` holds the tokens that the real one would have in its cache."""
+
+    def __init__(self, engine, script, per_wave=3, drift=()):
+        self.fed, self._script, self._per_wave, self._drift = {}, script, per_wave, drift
+        self._cache, self._state = {}, {}
+        engine._prefill = self._prefill
+        engine._waves = {bucket: self._wave for bucket in engine._waves}
+
+    def _prefill(self, params, slots, tokens_TxP, length_T, group_B):
+        for b, t in enumerate(group_B):
+            if t >= 0:
+                self._cache[b] = tokens_TxP[t, :length_T[t]].tolist()
+                self._state.pop(b, None)
+        return slots
+
+    def _wave(self, params, slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2, temperature):
+        B, M = len(n_B), SHAPE.max_new
+        out = WaveOutput(np.zeros((B, M), np.int32), np.zeros((B, M), np.float32),
+                         np.zeros((B,), np.int32), np.zeros((B,), bool), np.zeros((B,), np.int32))
+        for b, cache in self._cache.items():
+            who = tuple(int(w) for w in who_Bx2[b])
+            if b not in self._state:
+                self._state[b] = collections.deque(self._script(*who))
+                self.fed[who] = cache
+            cache += chunk_BxC[b, :n_B[b]].tolist()
+            if sample_B[b]:
+                rest = self._state[b][0]
+                n = min(self._per_wave, budget_B[b], len(rest))
+                said, self._state[b][0] = rest[:n], rest[n:]
+                cache += said[:-1]
+                out.tokens_BxM[b, :n], out.count_B[b] = said, n
+                out.stopped_B[b] = said[-1] in CHAT.stop_ids
+                if out.stopped_B[b]:
+                    self._state[b].popleft()
+            out.length_B[b] = len(cache) + (who in self._drift)
+        return slots, out
+
+
+def gold_messages(task):
+    """What an expert says: the calls of each turn in one message, then a closing word."""
+    env, dialogue, said = SUITE.make_env(task), CHAT.start(task, SUITE.tools(task.domains)), []
+    dialogue.prompt(env.begin_turn())
+    for i, turn in enumerate(task.turns):
+        if turn.gold:
+            said.append(dialogue.step(turn.gold[:1]))
+            dialogue.results(turn.gold[:1], env.execute(turn.gold[:1]))
+        for call in turn.gold[1:]:
+            said.append(dialogue.step((call,)))
+            dialogue.results((call,), env.execute((call,)))
+        said.append(dialogue.step((), SUITE.gold_reply(task, i)))
+        env.end_turn("done")
+        if i + 1 < len(task.turns):
+            dialogue.user(env.begin_turn())
+    return said
+
+
+def word(name):
+    return CHAT.vocabulary.index(name)
+
+
+GO, END = CHAT.stop_ids
+DONE = [word("done"), END]
+BALANCE = [word("check_balance"), GO]  # answered, if only with an error
+BAD = [word("done"), GO]  # not a call
+STYLES = (gold_messages,
+          lambda task: [DONE] * 9,
+          lambda task: [BAD] * 9,
+          lambda task: [[word("done")] * 20],
+          lambda task: [BALANCE] * 9)
+
+
+def scripted_engine(suite=SUITE, per_wave=3, styles=STYLES, drift=(), **config):
+    """An engine whose samples 0, 1, ... of every task follow the styles."""
+    engine = Engine(babbler()[0], SHAPE, EngineConfig(**config), CHAT, suite)
+    tasks = {task_key(task.uid): task for task in TASKS}
+    device = Device(engine, lambda uid, sample: styles[sample](tasks[uid]), per_wave, drift)
+    return engine, device
+
+
+@pytest.mark.parametrize("per_wave", [1, 5, 12])
+@pytest.mark.parametrize("stop", [True, False])
+def test_scripts_end_as_they_should(per_wave, stop):
+    engine, device = scripted_engine(per_wave=per_wave, stop_on_failed_turn=stop, max_steps=4)
+    groups, stats = engine.run(None, PROMPTS, len(STYLES), jax.random.key(0), 1.0)
+    for group, task in zip(groups, TASKS):
+        gold, silent, malformed, endless, calling = group
+        assert gold.end is EndReason.DONE and rewards.progress(gold) == 1.0
+        n_empty = sum(not turn.gold for turn in task.turns)
+        if len(task.turns) > 1 and task.turns[0].gold and stop:
+            assert silent.end is EndReason.FAILED_TURN and len(silent.outcomes) == 1
+        elif not stop or len(task.turns) == 1:
+            assert silent.end is EndReason.DONE
+            assert len(silent.outcomes) == len(task.turns)
+            assert rewards.progress(silent) <= n_empty / len(task.turns) < 1
+        assert malformed.end is EndReason.STEP_LIMIT
+        assert malformed.n_malformed == malformed.n_steps == 4 and not malformed.outcomes
+        assert endless.end is EndReason.TOKEN_LIMIT and endless.n_steps == 0
+        assert (endless.author_L == Author.SAMPLED).sum() == SHAPE.max_new
+        assert calling.end in (EndReason.STEP_LIMIT, EndReason.TOKEN_LIMIT)
+        for sample, trajectory in enumerate(group):
+            assert_follows_its_replay(trajectory, task, max_len=SHAPE.max_len, max_steps=4,
+                                      stop_on_failed_turn=stop)
+            fed = device.fed[task_key(task.uid), sample]
+            last = int(np.flatnonzero(trajectory.author_L == Author.SAMPLED)[-1])
+            assert trajectory.tokens_L.tolist()[:len(fed)] == fed and len(fed) == last
+    assert stats.ends[EndReason.STEP_LIMIT.value] >= len(TASKS)
+
+
+def test_a_dialogue_that_fills_its_slot_ends_with_the_token_limit():
+    engine, _ = scripted_engine(styles=(lambda task: [BALANCE] * 99,), max_steps=99)
+    groups, _ = engine.run(None, PROMPTS, 1, jax.random.key(0), 1.0)
+    for (trajectory,), task in zip(groups, TASKS):
+        assert trajectory.end is EndReason.TOKEN_LIMIT
+        assert SHAPE.max_len - SHAPE.max_new < len(trajectory.tokens_L) <= SHAPE.max_len
+        assert_follows_its_replay(trajectory, task, max_len=SHAPE.max_len, max_steps=99)
+
+
+def test_drift_ends_only_the_rollout_that_drifts():
+    drifting = task_key(TASKS[2].uid), 1
+    engine, _ = scripted_engine(styles=(gold_messages,) * 3, drift={drifting})
+    groups, stats = engine.run(None, PROMPTS, 3, jax.random.key(0), 1.0)
+    for t, group in enumerate(groups):
+        for g, trajectory in enumerate(group):
+            end = EndReason.DRIFT if (t, g) == (2, 1) else EndReason.DONE
+            assert trajectory.end is end
+    assert stats.ends == {"drift": 1, "done": 3 * len(TASKS) - 1}
+    batch = pack(groups, np.ones((len(TASKS), 3), np.float32), BatchShape(
+        micro=9, rows=4, length=SHAPE.max_len, tasks=len(TASKS), group=3), drop_dead=False)
+    assert np.argwhere(~batch.valid_TxG).tolist() == [[2, 1]]
+    assert not (batch.traj_MxRxL == 2 * 3 + 1).any()
+
+
+class Broken:
+    """The toolbox, but the environment of one task raises in one of its methods."""
+
+    def __init__(self, uid, method):
+        self._uid, self._method = uid, method
+
+    def __getattr__(self, name):
+        return getattr(SUITE, name)
+
+    def make_env(self, task):
+        if task.uid == self._uid and self._method == "make_env":
+            raise SystemExit("no worker")
+        env = SUITE.make_env(task)
+        if task.uid == self._uid:
+            def fail(*arguments):
+                raise KeyError("broken")
+            setattr(env, self._method, fail)
+        return env
+
+
+@pytest.mark.parametrize("method", ["make_env", "begin_turn", "execute", "end_turn"])
+def test_a_broken_environment_ends_its_own_rollouts_only(method):
+    broken = next(i for i, task in enumerate(TASKS) if task.turns[0].gold)
+    engine, _ = scripted_engine(Broken(TASKS[broken].uid, method), styles=(gold_messages,) * 2)
+    groups, stats = engine.run(None, PROMPTS, 2, jax.random.key(0), 1.0)
+    for t, group in enumerate(groups):
+        wanted = EndReason.ENV_ERROR if t == broken else EndReason.DONE
+        assert [trajectory.end for trajectory in group] == [wanted] * 2
+    assert stats.env_errors == {"SystemExit" if method == "make_env" else "KeyError": 2}
+    assert stats.ends["env_error"] == 2 and not groups[broken][0].end.usable
+
+
+def test_what_cannot_be_played_is_refused(engines, policy):
+    with pytest.raises(ValueError, match="group size 5 exceeds"):
+        engines[4].run(policy[1], PROMPTS, 5, jax.random.key(0), 1.0)
+    long = dataclasses.replace(PROMPTS[0], ids=PROMPTS[0].ids * 20)
+    with pytest.raises(ValueError, match=f"prompt of task {TASKS[0].uid} has"):
+        engines[16].run(policy[1], [PROMPTS[1], long], 2, jax.random.key(0), 1.0)
+    assert engines[16].run(policy[1], [], 2, jax.random.key(0), 1.0)[0] == []

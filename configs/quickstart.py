@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
         rows=16,
         tasks=dict(suite="toolbox", seeds=100, held_in=400),
         policy=dict(source="compact", d_model=128, n_layers=3, n_heads=4, d_ff=384, slots=16),
-        warm_start=dict(traces=150, passes=80, batches=8, rows=4, lr=2e-3, weight_decay=0.3),
+        warm_start=dict(traces=150, passes=80, batches=8, rows=4, lr=2e-3, weight_decay=0.3, hide=0.15),
         sampler=dict(slots=64, max_len=192, prompt_len=64, chunk=16, max_new=16,
                      prefill_groups=8, cache_buckets=(64, 112)),
         update=dict(),

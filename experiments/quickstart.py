@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from rods_jax import report, startup
 from rods_jax.config import UserError, load, run_main, write_json
@@ -26,14 +27,14 @@ ARMS = {"rods": (), "static": ("synthesis_on=False",)}
 ZONES = ("hard", "boundary", "mastered", "silent")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     arguments = argparse.ArgumentParser(prog="python -m experiments.quickstart",
                                         description=__doc__)
     arguments.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/quickstart"))
     arguments.add_argument("--cache", type=pathlib.Path, default=pathlib.Path("runs/cache"))
     arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     arguments.add_argument("--json", metavar="FILE", help="summary as JSON; - prints it last")
-    args = arguments.parse_args()
+    args = arguments.parse_args(argv)
     began = time.monotonic()
     config = load(CONFIG, args.set, RunConfig)
     for arm in ARMS:
@@ -48,9 +49,7 @@ def main() -> None:
     print(table(summary))
     print(f"{args.out}/summary.json, {args.out}/curves.png   "
           f"({duration(summary['wall_s'])} in all)")
-    if args.json == "-":
-        print(json.dumps(summary))
-    elif args.json:
+    if args.json:
         write_json(args.json, summary)
 
 
@@ -179,4 +178,4 @@ def table(summary: dict) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, user_errors=(ValueError,))

@@ -13,6 +13,7 @@ import hashlib
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 from rods_jax.config import run_main, write_json
 from rods_jax.synthesis.journal import Journal
@@ -47,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     if args.count < 1:
         raise ValueError(f"--count is {args.count}: give at least 1")
     suite = make_suite(args.suite)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+from collections.abc import Sequence
 
 from rods_jax import checkpoint, startup
-from rods_jax.config import UserError, load, run_main, write_text
+from rods_jax.config import UserError, load, run_main, write_json
 from rods_jax.run_config import RunConfig
 
 
@@ -28,28 +29,33 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     config = load(args.config, args.set, RunConfig)
     folder = args.out or pathlib.Path("runs") / pathlib.Path(args.config).stem
-    resume = checkpoint.latest(folder / "checkpoints") if args.resume else None
-    if args.resume and resume is None:
-        raise UserError(f"{folder / 'checkpoints'}: no checkpoint to resume from; "
-                        "check --out or leave --resume out")
-    if not args.resume and checkpoint.latest(folder / "checkpoints") is not None:
-        raise UserError(f"{folder}: holds a run already; add --resume, or choose another --out")
     print(json.dumps(startup.start(config.platform)), flush=True)
+    resume = find_checkpoint(folder / "checkpoints", args.resume)
     from rods_jax.train import train  # after the platform is settled
     summary = train(config, folder, args.cache, resume)
-    text = json.dumps(summary)
-    if args.json == "-":
-        print(text)
-    elif args.json:
-        write_text(args.json, text + "\n")
-    else:
+    if args.json != "-":
         print(f"held-in mean progress, sampled: {summary['before']:.3f} before, "
               f"{summary['after']:.3f} after; {folder}/summary.json")
+    if args.json:
+        write_json(args.json, summary)
+
+
+def find_checkpoint(root: pathlib.Path, resume: bool) -> pathlib.Path | None:
+    """The checkpoint to go on from, None for a new run. Raises UserError where `root` holds
+    none although one is wanted, or one although a new run is."""
+    if resume:
+        checkpoint.clean(root)  # a kill may have left the newest one under a hidden name
+    found = checkpoint.latest(root)
+    if resume and found is None:
+        raise UserError(f"{root}: no checkpoint to resume from; check --out or leave --resume out")
+    if not resume and found is not None:
+        raise UserError(f"{root}: holds a run already; add --resume, or choose another --out")
+    return found
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main(main, user_errors=(ValueError,))

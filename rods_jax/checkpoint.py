@@ -207,13 +207,14 @@ def _flush_dir(folder: pathlib.Path) -> None:
 # ---------------------------------------------------------------- restore
 
 
-def restore(path: str | os.PathLike, like: Any) -> Restored:
+def restore(path: str | os.PathLike, like: Any, partial: bool = False) -> Restored:
     """Reads a step's folder, or the newest step below a root.
 
     `like`: pytree whose leaves say shape and dtype and where the array goes: to the sharding
     of a ShapeDtypeStruct or committed jax array, to the default device without one, to host
     memory for a numpy array, to a Python number for a Python number. The checkpoint must
-    hold exactly the leaves of `like`. Raises CheckpointError.
+    hold exactly the leaves of `like`, or with `partial` at least those; the others are then
+    not read. Raises CheckpointError.
     """
     folder = _find(pathlib.Path(path).absolute())
     manifest = _read_json(folder / "manifest.json")
@@ -221,7 +222,7 @@ def restore(path: str | os.PathLike, like: Any) -> Restored:
         raise CheckpointError(f"{folder}: its format is not {FORMAT}, which this code reads")
     host = _read_json(folder / "host.json")
     wanted = dict(_named_leaves(like))
-    _check_leaves(folder, manifest["leaves"], wanted)
+    _check_leaves(folder, manifest["leaves"], wanted, partial)
     stored = _read_arrays(folder, {n: _storage_like(leaf) for n, leaf in wanted.items()
                                    if 0 not in np.shape(leaf)})
     arrays = jax.tree_util.tree_unflatten(
@@ -257,7 +258,8 @@ def _read_json(path: pathlib.Path) -> Json:
         raise CheckpointError(f"{path}: damaged ({e}); restore an older step") from e
 
 
-def _check_leaves(folder: pathlib.Path, saved: Mapping[str, Json], wanted: Mapping[str, Any]) -> None:
+def _check_leaves(folder: pathlib.Path, saved: Mapping[str, Json], wanted: Mapping[str, Any],
+                  partial: bool) -> None:
     for name, leaf in wanted.items():
         if name not in saved:
             raise CheckpointError(f"{folder}: leaf {name} is missing; was it saved with "
@@ -270,7 +272,7 @@ def _check_leaves(folder: pathlib.Path, saved: Mapping[str, Json], wanted: Mappi
             raise CheckpointError(f"{folder}: leaf {name} has dtype {saved[name]['dtype']}, "
                                   f"expected {leaf.dtype}; restore with the config it was saved with")
     for name in saved:
-        if name not in wanted:
+        if name not in wanted and not partial:
             raise CheckpointError(f"{folder}: holds leaf {name}, which this run does not have; "
                                   "restore with the config it was saved with")
 
@@ -295,7 +297,7 @@ def _read_arrays(folder: pathlib.Path, args: dict[str, Any]) -> dict[str, Any]:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             item = {n: 0 for n in args}
             return reader.restore(folder / "arrays", args=ocp.args.PyTreeRestore(
-                item=item, restore_args=args))
+                item=item, restore_args=args, partial_restore=True))
     except (OSError, ValueError, KeyError) as e:
         reason = " ".join(str(e).split())[:200]
         raise CheckpointError(f"{folder}: its arrays cannot be read ({reason}); "

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from rods_jax import rewards
-from rods_jax.rollout.engine import Engine, Prompt
+from rods_jax.rollout.engine import Engine, Prompt, make_prompt
+from rods_jax.types import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,16 @@ class EvalResult:
     success: float
     n_tasks: int
     progress_se: float  # standard error of the mean over tasks
+
+
+def evaluate_ways(engine: Engine, params: Any, tasks: Sequence[Task], seed: int,
+                  greedy: bool = True) -> dict[str, EvalResult]:
+    """"sampled" (temperature 1) and, if asked, "greedy", as a run with that seed does it.
+    All evaluations of a run use one key, so their differences are paired."""
+    prompts = [make_prompt(task, engine.suite, engine.chat) for task in tasks]
+    ways = {"sampled": 1.0} | ({"greedy": 0.0} if greedy else {})
+    return {name: evaluate(engine, params, prompts, jax.random.key(seed + 1), temperature)
+            for name, temperature in ways.items()}
 
 
 def evaluate(engine: Engine, params: Any, prompts: Sequence[Prompt], key: jax.Array,

@@ -80,7 +80,8 @@ class PolicyConfig:
 class WarmStartConfig:
     """Supervised training on gold traces before GRPO. `traces` tasks of the split "warm";
     each pass deals the entity slots anew and takes `batches` optimizer steps on
-    micro-batches of `rows` rows. lr falls along a cosine over all passes."""
+    micro-batches of `rows` rows. lr falls along a cosine over all passes. `hide`: share of
+    the words read that a pass makes unknown."""
 
     traces: int = 150
     passes: int = 60
@@ -88,12 +89,15 @@ class WarmStartConfig:
     rows: int = 4
     lr: float = 2e-3
     weight_decay: float = 0.3
+    hide: float = 0.15
     seed: int = 0
 
     def __post_init__(self):
         _positive(self, "traces", "passes", "batches", "rows")
         if self.batches > self.traces:
             raise ValueError(f"batches {self.batches} exceeds traces {self.traces}: lower it")
+        if not 0 <= self.hide < 1:
+            raise ValueError(f"hide is {self.hide}: give a share from 0 to below 1")
         OptimizerConfig(lr=self.lr, weight_decay=self.weight_decay)  # raises on a bad value
 
 
@@ -155,6 +159,9 @@ class RunConfig:
         if self.tasks_per_step % self.minibatches:
             raise ValueError(f"tasks_per_step {self.tasks_per_step} does not split into "
                              f"{self.minibatches} minibatches: make it a multiple")
+        if self.warm_start and self.policy.source is not PolicySource.COMPACT:
+            raise ValueError(f"warm_start trains a compact policy only, policy.source is "
+                             f"{self.policy.source.value}: leave warm_start out")
         if self.pool.batch_floor * len(CATEGORIES) > self.tasks_per_step:
             raise ValueError(f"pool.batch_floor {self.pool.batch_floor} in {len(CATEGORIES)} "
                              f"categories exceeds tasks_per_step {self.tasks_per_step}: lower it")

@@ -16,6 +16,7 @@ import json
 import pathlib
 import time
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, to_json, write_json
-from rods_jax.evaluate import EvalResult, evaluate
+from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress
@@ -34,12 +35,14 @@ from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.task_pool import Origin
 from rods_jax.task_table import TaskTable
-from rods_jax.tasks.leakage import HeldOutGuard
-from rods_jax.types import CATEGORIES, Source, Task, Trajectory
+from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard, Leak
+from rods_jax.types import CATEGORIES, Json, Source, Task, Trajectory
 from rods_jax.warm_start import warm_start
 
 ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
 SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
+# Fields that decide nothing a step computes, so a resumed run may change them.
+FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints")
 
 
 @dataclasses.dataclass
@@ -47,7 +50,6 @@ class Counters:
     """Of the whole run."""
 
     rollouts: int = 0
-    synthesized: int = 0  # accepted by the pipeline
     admitted: int = 0
     refused_at_admission: int = 0  # held-in leak, prompt too long, no room
     env_errors: int = 0
@@ -86,8 +88,13 @@ class Run:
         self.held_in = split(suite, "held_in", config.tasks.held_in)
         self.new_structures = split(suite, "new_structures", config.tasks.held_in // 2) \
             if config.eval.transfer else []
-        self.guard = HeldOutGuard([*self.held_in, *self.new_structures])
+        self.guard = HeldOutGuard(
+            task for name in HELD_OUT_SPLITS[suite.name] for task in suite.split(name))
         self.seeds = split(suite, "train", config.tasks.seeds)
+        # What cannot be played is to be found before hours went into a warm start.
+        self.engine.check([make_prompt(task, suite, self.parts.chat)
+                           for task in [*self.seeds, *self.held_in, *self.new_structures]],
+                          config.group_size)
 
         params, self.warm_path = self.parts.params, None
         if config.warm_start is not None:
@@ -141,10 +148,9 @@ class Run:
         if leak is None and length <= limit:
             return serial
         if task.source is Source.SEED:
-            raise UserError(f"seed {task.uid} equals a held-in task ({leak.value}): choose other "
-                            "splits" if leak else
-                            f"prompt of seed {task.uid} has {length} tokens, sampler.prompt_len "
-                            f"is {limit}: raise it")
+            reason = leak.value if leak else f"{length} tokens in its prompt"
+            raise UserError(f"seed {task.uid} may not enter the pool ({reason}): choose other "
+                            "splits")
         self.table.forget([serial])
         self.counters.refused_at_admission += 1
         return None
@@ -154,7 +160,10 @@ class Run:
         self.pool, _ = self.programs.retire(self.pool, self.step)
         self.pool, _ = self.programs.revive(self.pool)
         if self._synthesizes():
-            self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
+            try:
+                self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
+            except TimeoutError as error:
+                raise UserError(str(error)) from error
             waiting = [candidate.task for candidate in self.synthesizer.waiting]
             chosen = waiting[:self._admission_limit()]
             self.counters.admitted += self._admit(chosen)
@@ -195,6 +204,9 @@ class Run:
             self.pool, draw_key, n_tasks=config.tasks_per_step,
             epoch_start_step=self.epoch_start, allowed_C=allowed_C))
         prompts = [self.table.prompt(uid) for uid in draw.uids_T[draw.filled_T].tolist()]
+        if not prompts:
+            raise UserError(f"step {self.step}: no live task belongs to the categories of its "
+                            "stage: raise tasks.seeds or change the stage")
         groups, rolled = self.engine.run(self.train.params, prompts, config.group_size,
                                          rollout_key, config.update.temperature)
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
@@ -278,24 +290,17 @@ class Run:
 
     def evaluate(self, greedy: bool) -> dict[str, EvalResult]:
         """Held-in tasks; with `transfer` in the config those of unseen structures too."""
-        make = lambda tasks: [make_prompt(t, self.parts.suite, self.parts.chat)  # noqa: E731
-                              for t in tasks]
-        found = {}
         sets = {"held_in": self.held_in, "new_structures": self.new_structures}
-        for name, tasks in sets.items():
-            for temperature in (1.0, 0.0) if greedy else (1.0,):
-                if tasks:
-                    label = f"{name}_{'sampled' if temperature else 'greedy'}"
-                    # One key for all evaluations of a run: differences are paired.
-                    found[label] = evaluate(self.engine, self.train.params, make(tasks),
-                                            jax.random.key(self.config.seed + 1), temperature)
-        return found
+        return {f"{name}_{way}": result for name, tasks in sets.items() if tasks
+                for way, result in evaluate_ways(self.engine, self.train.params, tasks,
+                                                 self.config.seed, greedy).items()}
 
     def save(self) -> None:
         host = {
             "step": self.step, "epoch": self.epoch, "epoch_start": self.epoch_start,
             "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
             "table": self.table.state(), "synthesizer": self.synthesizer.state(),
+            "leaks_refused": self.guard.to_json(),
             "config": to_json(self.config),
         }
         checkpoint.save(self.folder / "checkpoints", self.step,
@@ -303,23 +308,43 @@ class Run:
                         keep=self.config.keep_checkpoints)
 
     def resume(self, path: pathlib.Path) -> None:
-        """Takes up a checkpoint. Raises CheckpointError, and UserError where its config is
-        not this run's (the number of steps may differ)."""
+        """Takes up a checkpoint of the same config (see `check_config`). Raises
+        CheckpointError."""
         restored = checkpoint.restore(path, {"train": self.train, "pool": self.pool})
-        host, mine = restored.host, json.loads(json.dumps(to_json(self.config)))
-        for field, value in mine.items():
-            if field != "steps" and host["config"].get(field) != value:
-                raise UserError(f"{restored.path}: was written with another config.{field}; "
-                                "resume with the run's own config or start a new folder")
+        host = restored.host
         self.train, self.pool = restored.arrays["train"], restored.arrays["pool"]
         self.step, self.epoch = host["step"], host["epoch"]
         self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
         self.counters = Counters(**host["counters"])
         self.table.restore(host["table"])
+        self.guard.counts.update({Leak(k): n for k, n in host["leaks_refused"].items()})
         self.synthesizer.close()
         self.synthesizer = Synthesizer.restore(
             host["synthesizer"], self.parts.suite, self.config.synthesis, self.config.seed,
             self.guard)
+
+
+def check_config(path: pathlib.Path, host: Json, config: RunConfig,
+                 fields: Iterable[str] = ()) -> None:
+    """Raises UserError, naming the field, where a checkpoint's config is not `config`; looks
+    at these fields, or at all that a resumed run must share."""
+    if "config" not in host:
+        raise UserError(f"{path}: is not the checkpoint of a training run; give one of those "
+                        "that experiments.train wrote")
+    mine, theirs = to_json(config), host["config"]
+    for field in fields or sorted((mine.keys() | theirs.keys()) - set(FREE_ON_RESUME)):
+        if theirs.get(field) != mine.get(field):
+            raise UserError(f"{path}: was written with another config.{field} "
+                            f"({_first_difference(theirs.get(field), mine.get(field))}); give "
+                            "the run's own config or start a new folder")
+
+
+def _first_difference(theirs: Json, mine: Json) -> str:
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for name in mine:
+            if theirs.get(name) != mine[name]:
+                return f"{name}: {_first_difference(theirs.get(name), mine[name])}"
+    return f"{theirs!r} then, {mine!r} now"
 
 
 def report_warm_start(done: int, passes: int, loss: float) -> None:
@@ -332,6 +357,9 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     """Runs to `config.steps`, writes metrics.jsonl, checkpoints and summary.json into
     `folder`, and returns the summary."""
     began = time.perf_counter()
+    checkpoint.clean(folder / "checkpoints")
+    if resume is not None:
+        check_config(resume, checkpoint.read_host(resume)[1], config)
     run = Run(config, folder, cache)
     before = None
     if resume is not None:
@@ -361,9 +389,9 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     progress.close()
     after = _as_json(run.evaluate(greedy=True))
     run.save()
-    run.synthesizer.close()
     summary = _summary(run, before, after, time.perf_counter() - began)
     write_json(folder / "summary.json", summary)
+    run.synthesizer.close()
     return summary
 
 

@@ -24,6 +24,7 @@ from rods_jax.grpo.supervised import make_supervised
 from rods_jax.grpo.update import init_state
 from rods_jax.policy import Parts, split
 from rods_jax.run_config import RunConfig, WarmStartConfig
+from rods_jax.text.compact import CompactFormat
 from rods_jax.text.formats import ChatFormat
 from rods_jax.tools.env import Suite
 from rods_jax.types import Author, EndReason, Task, Trajectory, TurnOutcome
@@ -59,6 +60,18 @@ def gold_trajectory(task: Task, suite: Suite, chat: ChatFormat) -> Trajectory:
         task_uid=task.uid, sample=0, tokens_L=np.asarray(tokens, np.int32),
         author_L=np.asarray(author, np.int8), logprobs_L=np.zeros((length,), np.float32),
         outcomes=tuple(outcomes), n_turns=len(task.turns), end=EndReason.DONE)
+
+
+def vary(trace: Trajectory, chat: CompactFormat, hide: float, rng: np.random.Generator,
+         ) -> Trajectory:
+    """The trace with its slots dealt anew and a share `hide` of the words that the policy
+    reads made unknown. A policy that has seen words missing spreads its bets on a word it
+    has never met, where it would else be sure and wrong, and GRPO would have nothing to
+    choose from."""
+    tokens_L = chat.redeal(trace.tokens_L, rng)
+    read_L = (trace.author_L != Author.SAMPLED) & chat.is_word(tokens_L)
+    hidden_L = read_L & (rng.random(tokens_L.shape) < hide)
+    return dataclasses.replace(trace, tokens_L=np.where(hidden_L, chat.unk_id, tokens_L))
 
 
 def cache_path(config: RunConfig, parts: Parts, gold: list[Trajectory],
@@ -98,8 +111,7 @@ def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, gold: list[Tr
     state = init_state(jax.tree.map(lambda x: x.copy(), parts.params), optimizer)
     rng = np.random.default_rng(warm.seed)
     for done in range(warm.passes):
-        traces = [dataclasses.replace(trace, tokens_L=parts.chat.redeal(trace.tokens_L, rng))
-                  for trace in gold]
+        traces = [vary(trace, parts.chat, warm.hide, rng) for trace in gold]
         order = rng.permutation(len(traces))
         losses = []
         for start in range(0, len(order), part):

@@ -97,16 +97,24 @@ def replay(task, said: list[list[int]], max_len: int, max_steps: int = 8,
     return run
 
 
+FIELDS = dict(
+    seed=0, steps=4, tasks_per_step=4, group_size=4, minibatches=2, rows=4,
+    tasks=dict(seeds=8, held_in=8),
+    policy=dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, slots=8),
+    warm_start=dict(traces=16, passes=20, batches=2, rows=4, lr=1e-2),
+    sampler=dict(slots=16, max_len=128, prompt_len=48, chunk=16, max_new=12, prefill_groups=4),
+    optimizer=dict(lr=1e-3), pool=dict(capacity=32, p_max=16, beta=0.5),
+    boundary=dict(alpha_minus=0.02),
+    curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
+    admit_every=1)
+
+
 def tiny_config(**changes) -> RunConfig:
-    """A run of seconds: 8 seeds, 2 layers, groups of 4. `changes` are fields of RunConfig."""
-    fields = dict(
-        seed=0, steps=4, tasks_per_step=8, group_size=4, minibatches=2, rows=4,
-        tasks=dict(seeds=8, held_in=8),
-        policy=dict(d_model=16, n_layers=1, n_heads=2, d_ff=32, slots=8),
-        warm_start=dict(traces=8, passes=2, batches=2, rows=2, lr=1e-2),
-        sampler=dict(slots=16, max_len=128, prompt_len=48, chunk=16, max_new=12,
-                     prefill_groups=4),
-        optimizer=dict(lr=1e-3), pool=dict(capacity=32, p_max=16, beta=0.5),
-        curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
-        admit_every=1)
-    return typed(RunConfig, {**fields, **changes}, "tests")
+    """A run of seconds: 8 seeds, 1 layer, groups of 4. `changes` are fields of RunConfig."""
+    return typed(RunConfig, {**FIELDS, **changes}, "tests")
+
+
+def write_config(path, **changes):
+    """The same as a config file."""
+    path.write_text(f"def get_config():\n    return {({**FIELDS, **changes})!r}\n")
+    return path

@@ -126,7 +126,7 @@ class Engine:
         """Rolls out every prompt `group_size` times. Returns trajectories [T][G] in the
         order of `prompts`. `key` is made from the run's seed and the step; temperature 0
         is greedy."""
-        self._check(prompts, group_size)
+        self.check(prompts, group_size)
         began, stats = time.perf_counter(), RolloutStats()
         done: list[list[Trajectory | None]] = [[None] * group_size for _ in prompts]
         # Short tasks first: dialogues of like length share a wave, so the cache bucket
@@ -146,7 +146,8 @@ class Engine:
         stats.total_s = time.perf_counter() - began
         return done, stats
 
-    def _check(self, prompts: Sequence[Prompt], group_size: int) -> None:
+    def check(self, prompts: Sequence[Prompt], group_size: int) -> None:
+        """Raises ValueError, one line, for what `run` could not play."""
         if group_size > self.sampler.slots:
             raise ValueError(f"group size {group_size} exceeds sampler.slots "
                              f"{self.sampler.slots}: raise sampler.slots")

@@ -91,6 +91,10 @@ class CompactFormat:
             to_V[start:start + self.n_slots] = start + rng.permutation(self.n_slots)
         return to_V[ids_L]
 
+    def is_word(self, ids_L: np.ndarray) -> np.ndarray:
+        """bool, the shape of the ids: neither a mark nor a slot."""
+        return (ids_L >= len(Mark)) & (ids_L < self.first_slot)
+
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> CompactDialogue:
         """A dialogue with an empty table."""
         for spec in tools:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import numpy as np
-
 from rods_jax.tools.env import UserTurn
 from rods_jax.types import ParsedStep, Task, ToolCall, ToolResult, ToolSpec
 
@@ -54,7 +52,3 @@ class ChatFormat(Protocol):
 
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> Dialogue:
         """A fresh dialogue for one rollout (or for the prompt its group shares)."""
-
-    def redeal(self, ids_L: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The same dialogue, had the ids that only name something been dealt in another order;
-        unchanged where a format has none such."""

@@ -23,8 +23,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
+from rods_jax.text.shots import Shot, nearest
 from rods_jax.text.tokenizer import TextTokenizer
 from rods_jax.tools.calls import coerce, format_call, parse_hermes
 from rods_jax.tools.env import UserTurn
@@ -49,25 +48,26 @@ class _Tag(str):
 
 class HermesFormat:
     """`bare_json`: an untagged JSON call of a declared tool counts as a call (else as text).
-    `coerce_numbers`: digits given as text for a number parameter become that number."""
+    `coerce_numbers`: digits given as text for a number parameter become that number.
+    `shots`: worked examples, of which each prompt shows the `n_shots` most like its task, as
+    messages before the user's own."""
 
     def __init__(self, tokenizer: TextTokenizer, schemas: Schemas, system: str = _SYSTEM,
-                 bare_json: bool = False, coerce_numbers: bool = False):
+                 bare_json: bool = False, coerce_numbers: bool = False,
+                 shots: Sequence[Shot] = (), n_shots: int = 0):
         for name in (_START, _END, _EOS):
             if name not in tokenizer.control:
                 raise ValueError(f"the tokenizer has no {name}: use one of a ChatML model")
         self.tokenizer, self.schemas, self.system = tokenizer, schemas, system
         self.bare_json, self.coerce_numbers = bare_json, coerce_numbers
+        self.shots, self.n_shots = tuple(shots), n_shots
         self.vocab_size = tokenizer.vocab_size
         self.stop_ids = (tokenizer.control[_END], tokenizer.control[_EOS])
         self.pad_id = tokenizer.control[_EOS]
 
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> HermesDialogue:
-        return HermesDialogue(self, {spec.name: spec for spec in tools})
-
-    def redeal(self, ids_L: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The same ids: all are text, none was dealt."""
-        return ids_L
+        return HermesDialogue(self, {spec.name: spec for spec in tools},
+                              nearest(self.shots, task, self.n_shots))
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Tags by id; the text between two of them as one string."""
@@ -85,10 +85,11 @@ class HermesFormat:
 
 @dataclasses.dataclass(frozen=True)
 class HermesDialogue:
-    """Holds no state beside the declared tools, so a clone is the dialogue itself."""
+    """Nothing here changes, so a clone is the dialogue itself."""
 
     form: HermesFormat
     specs: Mapping[str, ToolSpec]
+    shots: tuple[Shot, ...] = ()
 
     def clone(self) -> HermesDialogue:
         return self
@@ -98,12 +99,14 @@ class HermesDialogue:
                   "\n\n# Tools\n\nThese functions are at hand:\n",
                   *self._tools(turn.tools),
                   "\n\nTo call functions, write a JSON object for each, like this:\n",
-                  _Tag("<tool_call>"), '\n{"name": "...", "arguments": {...}}\n',
+                  _Tag("<tool_call>"), '\n{"name": "function", "arguments": {"parameter": "value"}}\n',
                   _Tag("</tool_call>"),
-                  "\nThe results come back as ", _Tag("<tool_response>"), " blocks. Once the "
-                  "request is met, or something is missing that only the user can give, "
-                  "answer in plain words without a call.",
+                  "\nTheir results come back in the next message. Once the request is met, or "
+                  "something is missing that only the user can give, answer in plain words "
+                  "without a call.",
                   _Tag(_END), "\n"]
+        for shot in self.shots:
+            pieces += [*self._message([shot.user]), *_call(shot.call), _Tag(_END), "\n"]
         return self.form.encode([*pieces, *self._message([turn.text])])
 
     def user(self, turn: UserTurn) -> list[int]:
@@ -125,7 +128,7 @@ class HermesDialogue:
         pieces: list[str] = [text] if text else []
         for call in calls:
             pieces += ["\n"] if pieces else []
-            pieces += [_Tag("<tool_call>"), "\n", format_call(call), "\n", _Tag("</tool_call>")]
+            pieces += _call(call)
         return self.form.encode([*pieces, _Tag(_END)])
 
     def parse(self, ids: Sequence[int]) -> ParsedStep:
@@ -176,6 +179,10 @@ class HermesDialogue:
         return [_Tag("<tools>"), "\n", lines, "\n", _Tag("</tools>")]
 
 
+def _call(call: ToolCall) -> list[str]:
+    return [_Tag("<tool_call>"), "\n", format_call(call), "\n", _Tag("</tool_call>")]
+
+
 # ------------------------------------------------------------------------------ tools
 
 _PYTHON = {"string": "str", "integer": "int", "number": "float", "float": "float",
@@ -196,8 +203,10 @@ def signature(spec: ToolSpec) -> str:
     for name, schema in (spec.parameters.get("properties") or {}).items():
         default = "" if name in required else f" = {schema.get('default')!r}"
         shown.append(f"{name}: {_type_name(schema)}{default}")
-    # A dot inside a number or a path ends no sentence.
-    sentence = " ".join(spec.description.split()).split(". ")[0].rstrip(".")
+    # BFCL's documents open with a word on the whole family of tools. A dot inside a number or
+    # a path ends no sentence.
+    own = " ".join(spec.description.split()).rpartition("Tool description: ")[2]
+    sentence = own.split(". ")[0].rstrip(".")
     return f"{spec.name}({', '.join(shown)})" + (f"  # {sentence}" if sentence else "")
 
 

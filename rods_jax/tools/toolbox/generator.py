@@ -67,7 +67,7 @@ BANDS: dict[str, Band] = {
 # How often each band is drawn, by split. This table sets how hard the suite is.
 MIX: dict[str, dict[str, int]] = {
     "train": {"single": 30, "easy": 40, "middle": 18, "hard": 8, "extreme": 4},
-    "warm": {"single": 15, "easy": 40, "middle": 30, "hard": 10, "extreme": 5},
+    "warm": {"single": 5, "easy": 25, "middle": 35, "hard": 25, "extreme": 10},
     "new_structures": {"single": 0, "easy": 60, "middle": 25, "hard": 10, "extreme": 5},
 }
 LIBRARY_SIZE: dict[str, int] = {

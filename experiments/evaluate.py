@@ -1,0 +1,78 @@
+"""Evaluate a checkpoint: `python -m experiments.evaluate --config C --checkpoint DIR`.
+
+DIR is a folder step_NNNNNNNNN, the checkpoints/ around it (the newest counts) or the run
+folder. Every task of --split is played once sampled (temperature 1) and once greedily, with
+the key that the run itself evaluates with. Only the weights are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from rods_jax import checkpoint, startup
+from rods_jax.config import load, run_main, write_json
+from rods_jax.run_config import RunConfig
+
+SPLITS = ("held_in", "new_structures", "train")
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(prog="python -m experiments.evaluate",
+                                        description=__doc__)
+    arguments.add_argument("--config", required=True, help="the config of the run")
+    arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    arguments.add_argument("--checkpoint", required=True, type=pathlib.Path, metavar="DIR")
+    arguments.add_argument("--split", choices=SPLITS, default="held_in")
+    arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    config = load(args.config, args.set, RunConfig)
+    inner = args.checkpoint / "checkpoints"
+    path = inner if inner.is_dir() else args.checkpoint
+    step, host = checkpoint.read_host(path)
+    print(json.dumps(startup.start(config.platform)), flush=True)
+    found = evaluate_checkpoint(config, path, host, args.split)
+    if args.json != "-":
+        print(table(step, args.split, found))
+    if args.json:
+        write_json(args.json, {"step": step, "split": args.split, "checkpoint": str(path), **found})
+
+
+def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
+                        split_name: str) -> dict[str, dict]:
+    """{"sampled": ..., "greedy": ...}, each the fields of an EvalResult."""
+    from rods_jax.evaluate import evaluate_ways  # after the platform is settled
+    from rods_jax.policy import build, split
+    from rods_jax.rollout.engine import Engine
+    from rods_jax.train import check_config
+    check_config(path, host, config, ("policy",))
+    parts = build(config)
+    counts = {"train": config.tasks.seeds, "held_in": config.tasks.held_in,
+              "new_structures": max(1, config.tasks.held_in // 2)}
+    tasks = split(parts.suite, split_name, counts[split_name])
+    like = {"train": {"params": parts.params}}
+    params = checkpoint.restore(path, like, partial=True).arrays["train"]["params"]
+    engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite)
+    return {way: dataclasses.asdict(result)
+            for way, result in evaluate_ways(engine, params, tasks, config.seed).items()}
+
+
+def table(step: int, split_name: str, found: dict[str, dict]) -> str:
+    n_tasks = found["sampled"]["n_tasks"]
+    lines = [f"step {step}, {n_tasks} tasks of {split_name} (%)",
+             f"{'':10}{'mean progress':>20}{'full success':>16}"]
+    for way, result in found.items():
+        progress = f"{100 * result['progress']:.1f} +- {100 * result['progress_se']:.1f}"
+        lines.append(f"{way:10}{progress:>20}{100 * result['success']:>16.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main, user_errors=(ValueError,))

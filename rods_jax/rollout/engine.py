@@ -129,9 +129,9 @@ class Engine:
         self.check(prompts, group_size)
         began, stats = time.perf_counter(), RolloutStats()
         done: list[list[Trajectory | None]] = [[None] * group_size for _ in prompts]
-        # Short tasks first: dialogues of like length share a wave, so the cache bucket
-        # that a wave attends to stays small.
-        queue = deque(sorted(range(len(prompts)), key=lambda i: len(prompts[i].task.turns)))
+        # Long tasks first: a rollout is a chain of waves, and a long one that starts last
+        # would keep the device at work for a few slots.
+        queue = deque(sorted(range(len(prompts)), key=lambda i: -_messages(prompts[i].task)))
         live: list[_Rollout | None] = [None] * self.sampler.slots
         who_Bx2 = np.zeros((self.sampler.slots, 2), np.uint32)
         while queue or any(live):
@@ -273,6 +273,11 @@ class Engine:
         if self.config.stop_on_failed_turn and not outcome.passed:
             return EndReason.FAILED_TURN, []
         return None, rollout.dialogue.user(turn)
+
+
+def _messages(task: Task) -> int:
+    """How many assistant messages the gold dialogue has, one call a message."""
+    return sum(len(turn.gold) + 1 for turn in task.turns)
 
 
 def task_key(uid: str) -> int:

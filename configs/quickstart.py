@@ -9,12 +9,12 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    steps, minibatches = 140, 4
+    steps, minibatches = 100, 2
     return ConfigDict(dict(
         seed=0,
         steps=steps,
-        tasks_per_step=32,
-        group_size=8,
+        tasks_per_step=16,
+        group_size=16,
         minibatches=minibatches,
         rows=8,
         tasks=dict(suite="toolbox", seeds=100, held_in=400),
@@ -23,13 +23,15 @@ def get_config() -> ConfigDict:
         warm_start=dict(traces=150, passes=80, batches=8, rows=4, lr=2e-3, weight_decay=0.3,
                         hide=0.15),
         sampler=dict(slots=64, max_len=192, prompt_len=64, chunk=16, max_new=16,
-                     prefill_groups=8, cache_buckets=(64, 112), straggler_share=0.15),
+                     prefill_groups=2, cache_buckets=(64, 112), straggler_share=0.15),
         engine=dict(max_steps=6),
+        # Hot rollouts: a policy sure of its errors shows GRPO nothing to choose from.
+        update=dict(temperature=1.4),
         optimizer=dict(lr=4e-4, warmup=8, decay_steps=steps * minibatches, final_share=0.1),
-        pool=dict(capacity=512, p_max=400),
+        pool=dict(capacity=512, p_max=400, retire_silent=True),
         # An epoch of a hundred seeds is three steps; it gets longer as the pool grows. So few
         # epochs fit into minutes that admission goes by steps instead.
         admit_every=2,
         curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
-        eval=dict(every=35),
+        eval=dict(every=25),
     ))

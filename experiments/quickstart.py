@@ -46,8 +46,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(args.out / "summary.json", summary)
     runs = {arm: read(args.out / arm / "metrics.jsonl") for arm in ARMS}
     report.write_curves(runs, args.out / "curves.png")
+    report.write_html(runs, args.out / "report.html", title="RODS and the static baseline")
     print(table(summary))
-    print(f"{args.out}/summary.json, {args.out}/curves.png   "
+    print(f"{args.out}/summary.json, curves.png, report.html   "
           f"({duration(summary['wall_s'])} in all)")
     if args.json:
         write_json(args.json, summary)

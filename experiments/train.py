@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rods_jax import checkpoint, startup
 from rods_jax.config import UserError, load, run_main, write_json
@@ -40,8 +41,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json != "-":
         print(f"held-in mean progress, sampled: {summary['before']:.3f} before, "
               f"{summary['after']:.3f} after; {folder}/summary.json")
+        print(trained_line(summary))
     if args.json:
         write_json(args.json, summary)
+
+
+def trained_line(summary: Mapping[str, Any]) -> str:
+    """What was trained by which reward, and what rollouts scored under it and beside it."""
+    first, last = summary["first_step"], summary["last_step"]
+    shown = ", ".join(f"{name} {_shown(first[f'{name}_mean'])} -> {_shown(last[f'{name}_mean'])}"
+                      for name in ("format", "progress"))
+    return (f"trained by the reward {' then '.join(summary['reward_trained'])}; rollouts of the "
+            f"first -> the last step: {shown}")
+
+
+def _shown(mean: float | None) -> str:
+    return "none" if mean is None else f"{mean:.3f}"
 
 
 def find_checkpoint(root: pathlib.Path, resume: bool) -> pathlib.Path | None:

@@ -30,10 +30,10 @@ class Parts:
     params: Any
 
 
-def make_suite(name: SuiteName) -> Suite:
+def make_suite(name: SuiteName, domains: Sequence[str] = ()) -> Suite:
     if name is SuiteName.BFCL:
         from rods_jax.tools.bfcl import BFCLSuite
-        return BFCLSuite()
+        return BFCLSuite(domains=domains)
     from rods_jax.tools.toolbox import ToolboxSuite
     return ToolboxSuite()
 
@@ -48,10 +48,12 @@ def split(suite: Suite, name: str, count: int) -> list[Task]:
 
 
 def build(config: RunConfig) -> Parts:
-    suite = make_suite(config.tasks.suite)
+    suite = make_suite(config.tasks.suite, config.tasks.domains)
     if config.policy.source is PolicySource.SMOLLM2:
         return _smollm2(config.policy, suite)
-    return _compact(config.policy, suite, jax.random.key(config.seed))
+    # Runs of any seed may share one warm start, so its first weights are its own.
+    seed = config.seed if config.warm_start is None else config.warm_start.seed
+    return _compact(config.policy, suite, jax.random.key(seed))
 
 
 def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
@@ -103,9 +105,13 @@ def copying(params: Any, key: jax.Array) -> Any:
 def _smollm2(policy: PolicyConfig, suite: Suite) -> Parts:
     from rods_jax.models.gguf import load_gguf, smollm2_path
     from rods_jax.text.hermes import HermesFormat
+    from rods_jax.text.shots import shots_of
     from rods_jax.text.tokenizer import tokenizer_from_gguf
     path = smollm2_path()
     model, params = load_gguf(path)
     model = dataclasses.replace(model, compute_dtype=policy.compute_dtype, remat=policy.remat)
-    chat = HermesFormat(tokenizer_from_gguf(path), policy.schemas)
+    # Examples may come from tasks that the run itself leaves out.
+    shots = shots_of(make_suite(SuiteName(suite.name)).split("train")) if policy.shots else ()
+    chat = HermesFormat(tokenizer_from_gguf(path), policy.schemas, shots=shots,
+                        n_shots=policy.shots)
     return Parts(suite, chat, Decoder(model), params)

@@ -39,6 +39,7 @@ class Reason(enum.IntEnum):
     STALE = 4
     FAILED = 5  # drawn again and again without a single usable reward
     PRUNED = 6  # lowest phi while over p_max
+    SILENT = 7  # in the band, and its rollouts agree: no gradient
 
 
 class Dropped(enum.IntEnum):
@@ -69,6 +70,8 @@ class PoolConfig:
     burn_in: int = 1  # observations before a generated task is ACTIVE
     stale_after: int = 0  # steps without being drawn; 0: off
     max_failures: int = 3  # draws in a row without a usable reward; 0: off
+    retire_silent: bool = False  # not in the paper: retire on a variance up to var_floor
+    var_floor: float = 1e-6
     ema_keep: float = 0.0
     min_live: int = 1
     category_floor: int = 1  # live tasks a category
@@ -118,7 +121,7 @@ class PoolState:
     last_seen_N: Array  # int32 step of the last draw that was reported, usable or not
     last_chosen_epoch_N: Array  # int32 epoch in which it last served as a seed
     dropped: Array  # [4] rows not placed, by Dropped
-    retired: Array  # [7] retirements, by Reason
+    retired: Array  # [8] retirements, by Reason
     revived: Array  # []
     mismatched: Array  # [] reports for a task that had left its slot
     nonfinite: Array  # [] reports refused because mean or variance was not finite

@@ -39,20 +39,26 @@ class PolicySource(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TasksConfig:
-    """seeds, held_in: how many tasks of each split; they are interleaved by category."""
+    """seeds, held_in: how many tasks of each split; they are interleaved by category.
+    domains: only tasks that need no tools but these (BFCL alone); () takes all."""
 
     suite: SuiteName = SuiteName.TOOLBOX
     seeds: int = 400
     held_in: int = 400
+    domains: tuple[str, ...] = ()
 
     def __post_init__(self):
         _positive(self, "seeds", "held_in")
+        if self.domains and self.suite is not SuiteName.BFCL:
+            raise ValueError(f"domains can be chosen of suite bfcl only, suite is "
+                             f"{self.suite.value}: leave domains out")
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
     """The sizes are those of a COMPACT policy; SMOLLM2 brings its own. `slots` entity slots
-    in the compact vocabulary. `schemas` how HERMES prompts spell tools."""
+    in the compact vocabulary. `schemas` how HERMES prompts spell tools, `shots` how many
+    worked examples from training tasks they show."""
 
     source: PolicySource = PolicySource.COMPACT
     d_model: int = 128
@@ -62,11 +68,14 @@ class PolicyConfig:
     d_ff: int = 384
     slots: int = 16
     schemas: Schemas = Schemas.SIGNATURES
+    shots: int = 0
     compute_dtype: str = "float32"
     remat: bool = False
 
     def __post_init__(self):
         _positive(self, "n_heads", "slots")
+        if self.shots < 0:
+            raise ValueError(f"shots is {self.shots}: give 0 or more")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} does not split over {self.n_heads} heads: "
                              "make it a multiple of n_heads")
@@ -104,10 +113,11 @@ class WarmStartConfig:
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
     """Held-in evaluation at the start, at the end and, with `every` > 0, between: one sampled
-    rollout (temperature 1) a task, and at start and end a greedy one too. `transfer`: also
-    the tasks of unseen structures at start and end."""
+    rollout (temperature 1) a task, and at start and end, unless `greedy` is False, a greedy
+    one too. `transfer`: also the tasks of unseen structures at start and end."""
 
     every: int = 0
+    greedy: bool = True
     transfer: bool = False
 
     def __post_init__(self):

@@ -28,7 +28,7 @@ from rods_jax.config import UserError, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update
-from rods_jax.metrics import CompileCounter, MetricWriter, Progress
+from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, split
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.run_config import RunConfig
@@ -278,6 +278,7 @@ class Run:
             "pool_mean_reward": float(pool.mean_reward),
             "born": self.synthesizer.funnel.accepted, "waiting": len(self.synthesizer.waiting),
             "admitted": self.counters.admitted, "retired": self.retired(),
+            "drawn_generated": sum(p.task.source is Source.GENERATED for p in prompts),
             "env_errors": self.counters.env_errors, "drifts": self.counters.drifts,
             "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
             "rollout_s": rolled.total_s, "device_s": rolled.device_s, "wall_s": wall_s,
@@ -368,7 +369,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
     if before is None:
-        before = _as_json(run.evaluate(greedy=True))
+        before = _as_json(run.evaluate(config.eval.greedy))
         write_json(folder / "before.json", before)
     progress = Progress(config.steps, start=run.step)
     with MetricWriter(folder / "metrics.jsonl", run.step - 1 if resume else -1) as writer, \
@@ -387,9 +388,10 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
                     and run.step < config.steps:
                 run.save()
     progress.close()
-    after = _as_json(run.evaluate(greedy=True))
+    after = _as_json(run.evaluate(config.eval.greedy))
     run.save()
     summary = _summary(run, before, after, time.perf_counter() - began)
+    summary |= _trained(config, read(folder / "metrics.jsonl"))
     write_json(folder / "summary.json", summary)
     run.synthesizer.close()
     return summary
@@ -397,6 +399,15 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
 
 def _as_json(found: dict[str, EvalResult]) -> dict[str, Any]:
     return {name: dataclasses.asdict(result) for name, result in found.items()}
+
+
+def _trained(config: RunConfig, rows: list[dict[str, Json]]) -> dict[str, Any]:
+    """Which rewards trained, in order, and what the first and the last step showed."""
+    kinds = [curriculum.stage_at(config.curriculum, row["step"]).reward.value for row in rows]
+    names = ("reward_mean", "format_mean", "progress_mean")
+    return {"reward_trained": list(dict.fromkeys(kinds)),
+            "first_step": {name: rows[0][name] for name in names},
+            "last_step": {name: rows[-1][name] for name in names}}
 
 
 def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, Any]:

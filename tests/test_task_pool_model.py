@@ -172,6 +172,8 @@ class Model:
                 wishes.append((s, Reason.MASTERED))
             elif judged and s["mean"] < c.retire_hard:
                 wishes.append((s, Reason.HARD))
+            elif c.retire_silent and judged and s["var"] <= c.var_floor:
+                wishes.append((s, Reason.SILENT))
             elif c.max_failures and s["failures"] >= c.max_failures:
                 wishes.append((s, Reason.FAILED))
             elif c.stale_after and step - max(s["last_seen"], s["added_step"]) > c.stale_after:
@@ -334,8 +336,8 @@ def shape_of(state):
 
 CONFIGS = [
     PoolConfig(capacity=12, p_max=6, min_live=3),
-    PoolConfig(capacity=32, p_max=10, burn_in=2, stale_after=12, max_failures=2, ema_keep=0.5,
-               min_live=0, category_floor=2, batch_floor=1, probe_rate=0.3,
+    PoolConfig(capacity=32, p_max=10, retire_silent=True, burn_in=2, stale_after=12,
+               max_failures=2, ema_keep=0.5, min_live=0, category_floor=2, batch_floor=1, probe_rate=0.3,
                priority=Priority.PHI),
 ]
 

@@ -126,15 +126,34 @@ def test_specs_are_json_schema_in_signature_order():
 
 @pytest.mark.parametrize("seed", [0, 1, 7])
 def test_split_keeps_siblings_together(seed):
-    train, held = SUITE.split("train", seed), SUITE.split("held_in", seed)
-    assert len(train) == len(held) == 400
+    train, held = (SUITE.split(name, seed, drop_suspect=False) for name in ("train", "held_in"))
+    assert len({t.uid for t in (*train, *held)}) == len(train) + len(held) == 800
     assert not {t.scenario for t in train} & {t.scenario for t in held}
-    assert collections.Counter(t.category for t in train) == dict.fromkeys(CATEGORIES, 100)
-    assert SUITE.split("train", seed) == train
-    kept = SUITE.split("train", seed, drop_suspect=True)
-    assert [t.uid for t in kept] == [t.uid for t in train if t.uid not in SUSPECT]
+    assert SUITE.split("train", seed, drop_suspect=False) == train
+    for tasks in (train, held):
+        assert [t.category for t in tasks] == list(CATEGORIES) * 100
+        assert len({t.scenario for t in tasks[:100]}) == 100
+    kept = [t for t in train if t.uid not in SUSPECT]
+    fit = SUITE.split("train", seed)
+    assert {t.uid for t in fit} == {t.uid for t in kept} and len(fit) == len(kept) < 400
+    assert [t.category for t in fit[:320]] == list(CATEGORIES) * 80
+    assert SUITE.split("held_in", seed) == held
     with pytest.raises(ValueError, match="test"):
         SUITE.split("test")
+
+
+def test_a_suite_of_some_domains():
+    wanted = ("GorillaFileSystem", "MathAPI")
+    suite = BFCLSuite(domains=wanted)
+    assert suite.domains == wanted and SUITE.domains == bfcl_data.DOMAINS
+    for name in ("train", "held_in"):
+        found = suite.split(name)
+        assert {d for t in found for d in t.domains} == set(wanted)
+        fit = {t.uid for t in SUITE.split(name) if set(t.domains) <= set(wanted)}
+        assert {t.uid for t in found} == fit and len(found) == len(fit)
+        assert [t.category for t in found[:40]] == list(CATEGORIES) * 10
+    with pytest.raises(ValueError, match="Abacus"):
+        BFCLSuite(domains=["Abacus"])
 
 
 def test_suspects_are_tasks():

@@ -9,6 +9,7 @@ bfcl_write.py and bfcl_augment.py, without a language model.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +17,7 @@ from rods_jax.tasks.profile import base_form
 from rods_jax.tools import bfcl_augment, bfcl_data, bfcl_plan, bfcl_write
 from rods_jax.tools.bfcl_data import SUSPECT
 from rods_jax.tools.bfcl_env import BFCLEnv, Scoring
-from rods_jax.types import Category, Plan, Source, Task, ToolSpec
+from rods_jax.types import CATEGORIES, Category, Plan, Source, Task, ToolSpec
 
 __all__ = ["SUSPECT", "BFCLSuite", "Scoring"]
 
@@ -28,29 +29,43 @@ class BFCLSuite:
 
     name = "bfcl"
 
-    def __init__(self, scoring: Scoring = Scoring.NUMERIC):
+    def __init__(self, scoring: Scoring = Scoring.NUMERIC, domains: Sequence[str] = ()):
+        """`domains`: the splits hold only tasks that need no other; () leaves all."""
+        for domain in domains:
+            bfcl_data.domain_specs(domain)  # raises on an unknown one
         self.scoring = scoring
+        self.domains = tuple(domains) or bfcl_data.DOMAINS
         self.tasks = bfcl_data.load_tasks()
         self._base = {t.scenario: t for t in self.tasks if t.category is Category.BASE}
 
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         return tuple(spec for domain in domains for spec in bfcl_data.domain_specs(domain))
 
-    def split(self, name: str, seed: int = 0, drop_suspect: bool = False) -> tuple[Task, ...]:
+    def split(self, name: str, seed: int = 0, drop_suspect: bool | None = None,
+              ) -> tuple[Task, ...]:
         """"train" or "held_in": 100 scenarios a side, so 400 tasks, 100 a category, and no
         task with a sibling on the other side. The paper splits each category on its own;
         that leaves most held-in tasks with a sibling in training, so scores on this split
-        are not comparable with it task by task. `drop_suspect` leaves out the tasks whose
-        gold cannot be derived, which would sit in the pool as hard ones for ever."""
+        are not comparable with it task by task. Categories take turns, and siblings lie far
+        apart: the first tasks tell different stories. `drop_suspect` leaves out the tasks
+        whose gold cannot be derived, which would sit in the pool as hard ones for ever; by
+        default the training side drops them."""
         if name not in SPLITS:
             raise ValueError(f"unknown split {name!r}, use one of {', '.join(SPLITS)}")
         order = list(range(bfcl_data.N_SCENARIOS))
         random.Random(seed).shuffle(order)
         half = bfcl_data.N_SCENARIOS // 2
         side = order[:half] if name == "train" else order[half:]
-        wanted = {f"bfcl-{i}" for i in side}
-        return tuple(t for t in self.tasks
-                     if t.scenario in wanted and not (drop_suspect and t.uid in SUSPECT))
+        drop = name == "train" if drop_suspect is None else drop_suspect
+        by_place = {(t.category, t.scenario): t for t in self.tasks}
+        columns = []
+        for c, category in enumerate(CATEGORIES):
+            start = c * half // len(CATEGORIES)
+            tasks = [by_place[category, f"bfcl-{i}"] for i in side[start:] + side[:start]]
+            columns.append([t for t in tasks if set(t.domains) <= set(self.domains)
+                            and not (drop and t.uid in SUSPECT)])
+        rows = itertools.zip_longest(*columns)
+        return tuple(t for row in rows for t in row if t is not None)
 
     def make_env(self, task: Task) -> BFCLEnv:
         return BFCLEnv(task, self.scoring)

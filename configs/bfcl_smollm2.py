@@ -1,0 +1,25 @@
+"""SmolLM2-135M-Instruct on BFCL V3 multi-turn, two whole steps on a CPU."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(
+        seed=0,
+        steps=2,
+        tasks_per_step=4,
+        group_size=4,
+        rows=1,
+        tasks=dict(suite="bfcl", domains=("GorillaFileSystem", "TradingBot"), seeds=8, held_in=4),
+        policy=dict(source="smollm2", shots=1, remat=True),
+        sampler=dict(slots=16, max_len=1024, prompt_len=768, chunk=48, max_new=64,
+                     prefill_groups=1),
+        engine=dict(max_steps=4),
+        update=dict(temperature=0.5, logit_chunk=64),
+        optimizer=dict(lr=1e-6),
+        pool=dict(capacity=32, p_max=16, beta=0.5),
+        boundary=dict(budget=4, quota=4),
+        curriculum=dict(stages=(dict(steps=None, reward="format", synthesis=True),)),
+        eval=dict(greedy=False),
+        admit_every=1,
+    ))

@@ -29,8 +29,8 @@ def get_config() -> ConfigDict:
         update=dict(temperature=1.4),
         optimizer=dict(lr=4e-4, warmup=8, decay_steps=steps * minibatches, final_share=0.1),
         pool=dict(capacity=512, p_max=400, retire_silent=True),
-        # An epoch of a hundred seeds is three steps; it gets longer as the pool grows. So few
-        # epochs fit into minutes that admission goes by steps instead.
+        # An epoch of a hundred seeds is seven steps and grows with the pool: too few epochs fit
+        # into minutes, so admission goes by steps instead.
         admit_every=2,
         curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
         eval=dict(every=25),

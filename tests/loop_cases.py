@@ -29,8 +29,11 @@ def babbler(seed: int = 0):
     embed[CHAT.first_slot:, 0] = 1.5
     for name in ("find_file", "read_file", "last_message", "done"):
         embed[CHAT.vocabulary.index(name), 0] = 3.0
-    embed[CHAT.vocabulary.index("check_balance"), 0] = 4.2  # takes no argument
+    # Likely everywhere, and none makes itself likelier: check_balance takes no argument.
+    balance = CHAT.vocabulary.index("check_balance")
+    embed[[balance, *CHAT.stop_ids]] = 0.0
     embed[list(CHAT.stop_ids), 0] = 4.5
+    embed[balance, 0] = 4.8
     return Decoder(model), params | {"embed": jnp.asarray(embed, jnp.float32)}
 
 

@@ -113,7 +113,8 @@ def test_augment_covers_all_categories_and_only_from_base():
             assert is_sound(variant) and variant.category is category
             gold = [c for t in base.turns for c in t.gold]
             assert [c for t in variant.turns for c in t.gold] == gold
-    assert min(done.values()) > 55 and done[Category.BASE] == 80
+    # A single call often has nothing to list, so no long_context form.
+    assert min(done.values()) > 50 and done[Category.BASE] == 80
     with pytest.raises(ValueError, match="needs a base task"):
         SUITE.augment(split("train")[1], "long_context", rng)
     with pytest.raises(ValueError):

@@ -96,10 +96,12 @@ def copying(params: Any, key: jax.Array) -> Any:
     is what copying an entity slot takes. Left to random weights, a small policy learns this
     far later than it memorizes its traces."""
     layers = params["layers"]
-    n, d, heads, width = layers["v"].shape
-    basis = jax.nn.initializers.orthogonal()(key, (n, d, heads * width))
-    value = basis.reshape(n, d, heads, width)
-    return params | {"layers": layers | {"v": value, "o": value.transpose(0, 2, 3, 1)}}
+    n, d, kv_heads, width = layers["v"].shape
+    basis = jax.nn.initializers.orthogonal()(key, (n, d, kv_heads * width))
+    value = basis.reshape(n, d, kv_heads, width)
+    sharing = layers["o"].shape[1] // kv_heads  # query heads that read the same values
+    out = jnp.repeat(value.transpose(0, 2, 3, 1), sharing, axis=1) / sharing
+    return params | {"layers": layers | {"v": value, "o": out}}
 
 
 def _smollm2(policy: PolicyConfig, suite: Suite) -> Parts:

@@ -100,6 +100,16 @@ def replay(task, said: list[list[int]], max_len: int, max_steps: int = 8,
     return run
 
 
+def assert_follows_its_replay(trajectory, task, **limits):
+    again = replay(task, messages(trajectory), **limits)
+    assert trajectory.tokens_L.tolist() == again.tokens
+    assert trajectory.author_L.tolist() == again.author
+    assert list(trajectory.outcomes) == again.outcomes and trajectory.end is again.end
+    assert (trajectory.n_steps, trajectory.n_malformed) == (again.n_steps, again.n_malformed)
+    assert trajectory.n_turns == len(task.turns) and trajectory.task_uid == task.uid
+    assert not trajectory.logprobs_L[trajectory.author_L != Author.SAMPLED].any()
+
+
 FIELDS = dict(
     seed=0, steps=4, tasks_per_step=4, group_size=4, minibatches=2, rows=4,
     tasks=dict(seeds=8, held_in=8),

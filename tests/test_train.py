@@ -13,13 +13,14 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from loop_cases import tiny_config, write_config
+from loop_cases import assert_follows_its_replay, tiny_config, write_config
 
 from experiments import evaluate as evaluate_entry
 from experiments import quickstart
 from experiments import train as train_entry
 from rods_jax import checkpoint, metrics
 from rods_jax.config import UserError
+from rods_jax.rollout.engine import make_prompt
 from rods_jax.task_pool import Origin, Status, is_live
 from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard
 from rods_jax.train import Run, train
@@ -127,6 +128,17 @@ def test_what_entered_the_pool_is_new_and_not_held_out(run):
         assert pool.prompt_NxP[slot, :pool.prompt_len_N[slot]].tolist() == list(prompt.ids)
         if pool.source_N[slot] == int(Origin.GENERATED):
             assert pool.parent_N[slot] == run.table.serial(prompt.task.parent) >= 0
+
+
+def test_rollouts_of_a_trained_policy_follow_their_replay(run):
+    run, _ = run
+    make = lambda task: make_prompt(task, run.parts.suite, run.parts.chat)  # noqa: E731
+    groups, _ = run.engine.run(run.train.params, [make(task) for task in run.held_in], 4,
+                               jax.random.key(3), 1.0)
+    for group, task in zip(groups, run.held_in):
+        for trajectory in group:
+            assert_follows_its_replay(trajectory, task, max_len=run.config.sampler.max_len)
+    assert any(outcome.n_calls for group in groups for t in group for outcome in t.outcomes)
 
 
 def test_looking_into_a_run_does_not_change_it(whole, run):

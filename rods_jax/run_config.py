@@ -88,11 +88,12 @@ class PolicyConfig:
 @dataclasses.dataclass(frozen=True)
 class WarmStartConfig:
     """Supervised training on gold traces before GRPO. `traces` tasks of the split "warm";
-    each pass deals the entity slots anew and takes `batches` optimizer steps on
-    micro-batches of `rows` rows. lr falls along a cosine over all passes. `hide`: share of
-    the words read that a pass makes unknown."""
+    each pass words every task in one of its `wordings` and takes `batches` optimizer steps
+    on micro-batches of `rows` rows. lr falls along a cosine over all passes. `hide`: share
+    of the words read that a pass makes unknown."""
 
     traces: int = 150
+    wordings: int = 1
     passes: int = 60
     batches: int = 8
     rows: int = 4
@@ -102,7 +103,7 @@ class WarmStartConfig:
     seed: int = 0
 
     def __post_init__(self):
-        _positive(self, "traces", "passes", "batches", "rows")
+        _positive(self, "traces", "wordings", "passes", "batches", "rows")
         if self.batches > self.traces:
             raise ValueError(f"batches {self.batches} exceeds traces {self.traces}: lower it")
         if not 0 <= self.hide < 1:

@@ -62,24 +62,23 @@ def gold_trajectory(task: Task, suite: Suite, chat: ChatFormat) -> Trajectory:
         outcomes=tuple(outcomes), n_turns=len(task.turns), end=EndReason.DONE)
 
 
-def vary(trace: Trajectory, chat: CompactFormat, hide: float, rng: np.random.Generator,
+def hide(trace: Trajectory, chat: CompactFormat, share: float, rng: np.random.Generator,
          ) -> Trajectory:
-    """The trace with its slots dealt anew and a share `hide` of the words that the policy
-    reads made unknown. A policy that has seen words missing spreads its bets on a word it
-    has never met, where it would else be sure and wrong, and GRPO would have nothing to
-    choose from."""
-    tokens_L = chat.redeal(trace.tokens_L, rng)
-    read_L = (trace.author_L != Author.SAMPLED) & chat.is_word(tokens_L)
-    hidden_L = read_L & (rng.random(tokens_L.shape) < hide)
-    return dataclasses.replace(trace, tokens_L=np.where(hidden_L, chat.unk_id, tokens_L))
+    """The trace with a share of the words that the policy reads made unknown. A policy that
+    has seen words missing spreads its bets on a word it has never met, where it would else
+    be sure and wrong, and GRPO would have nothing to choose from."""
+    read_L = (trace.author_L != Author.SAMPLED) & chat.is_word(trace.tokens_L)
+    hidden_L = read_L & (rng.random(read_L.shape) < share)
+    return dataclasses.replace(trace, tokens_L=np.where(hidden_L, chat.unk_id, trace.tokens_L))
 
 
-def cache_path(config: RunConfig, parts: Parts, gold: list[Trajectory],
+def cache_path(config: RunConfig, parts: Parts, gold: list[list[Trajectory]],
                root: pathlib.Path) -> pathlib.Path:
     """Named after settings, traces as token ids, and the weights training starts from."""
     settings = [to_json(config.warm_start), to_json(parts.decoder.config), config.sampler.max_len]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for array in [*(trace.tokens_L for trace in gold), *jax.tree.leaves(parts.params)]:
+    traces = [trace.tokens_L for wordings in gold for trace in wordings]
+    for array in [*traces, *jax.tree.leaves(parts.params)]:
         digest.update(np.ascontiguousarray(array).tobytes())
     return root / f"warm_{digest.hexdigest()[:16]}"
 
@@ -89,7 +88,8 @@ def warm_start(config: RunConfig, parts: Parts, root: pathlib.Path,
     """Parameters after the warm start, read from the cache below `root` or made and put
     there. `report(pass, passes, loss)` is called after every pass that is trained."""
     warm = config.warm_start
-    gold = [gold_trajectory(task, parts.suite, parts.chat)
+    gold = [[gold_trajectory(said, parts.suite, parts.chat)
+             for said in parts.suite.wordings(task, warm.wordings)]
             for task in split(parts.suite, "warm", warm.traces)]
     path = cache_path(config, parts, gold, root)
     if checkpoint.latest(path) is not None:
@@ -99,8 +99,8 @@ def warm_start(config: RunConfig, parts: Parts, root: pathlib.Path,
     return params, path
 
 
-def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, gold: list[Trajectory],
-           report: Callable[[int, int, float], None]) -> Any:
+def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts,
+           gold: list[list[Trajectory]], report: Callable[[int, int, float], None]) -> Any:
     part = -(-len(gold) // warm.batches)
     shape = BatchShape(micro=-(-part // warm.rows), rows=warm.rows,
                        length=config.sampler.max_len, tasks=part, group=1)
@@ -111,7 +111,8 @@ def _train(warm: WarmStartConfig, config: RunConfig, parts: Parts, gold: list[Tr
     state = init_state(jax.tree.map(lambda x: x.copy(), parts.params), optimizer)
     rng = np.random.default_rng(warm.seed)
     for done in range(warm.passes):
-        traces = [vary(trace, parts.chat, warm.hide, rng) for trace in gold]
+        traces = [hide(wordings[rng.integers(len(wordings))], parts.chat, warm.hide, rng)
+                  for wordings in gold]
         order = rng.permutation(len(traces))
         losses = []
         for start in range(0, len(order), part):

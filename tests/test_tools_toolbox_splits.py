@@ -72,6 +72,24 @@ def test_the_first_hundred_are_a_fair_sample():
     assert mean_calls(split("warm")) > mean_calls(split("train"))
 
 
+def test_a_rewording_changes_texts_alone():
+    suite, told = ToolboxSuite(), 0
+    for task in split("warm")[:24]:
+        family = suite.wordings(task, 5)
+        assert family == suite.wordings(task, 5) and family[0] == task and len(family) <= 5
+        assert len({t.uid for t in family}) == len(family)
+        told += len({tuple(turn.user for turn in t.turns) for t in family})
+        for other in family[1:]:
+            silent = [tuple((turn.gold, turn.tools) for turn in t.turns) for t in (task, other)]
+            assert silent[0] == silent[1] and is_sound(other)
+            assert (other.initial_config, other.category, other.scenario) == (
+                task.initial_config, task.category, task.scenario)
+            assert call_shapes(other) == call_shapes(task)
+    assert told > 24 * 4
+    assert suite.wordings(split("train")[0], 5) == (split("train")[0],)
+    assert suite.wordings(task, 1) == (task,)
+
+
 def digest(tasks):
     return hashlib.sha256(json.dumps([t.to_json() for t in tasks]).encode()).hexdigest()
 

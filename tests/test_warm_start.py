@@ -11,7 +11,7 @@ from loop_cases import CHAT, SUITE, messages, replay, tiny_config
 from rods_jax import checkpoint, rewards
 from rods_jax.policy import build
 from rods_jax.types import Author, EndReason
-from rods_jax.warm_start import gold_trajectory, vary, warm_start
+from rods_jax.warm_start import gold_trajectory, hide, warm_start
 
 TASKS = SUITE.split("train")[:60]
 
@@ -45,21 +45,18 @@ def test_gold_that_does_not_score_is_refused():
         gold_trajectory(task, Silent(), CHAT)
 
 
-def test_a_pass_varies_only_what_the_policy_reads():
+def test_hidden_are_only_words_that_the_policy_reads():
     hidden = n_read = 0
     for seed, task in enumerate(TASKS):
         gold = gold_trajectory(task, SUITE, CHAT)
-        whole = vary(gold, CHAT, 0.0, np.random.default_rng(seed))
-        holey = vary(gold, CHAT, 0.3, np.random.default_rng(seed))
-        words_L = gold.tokens_L < CHAT.first_slot
-        np.testing.assert_array_equal(whole.tokens_L[words_L], gold.tokens_L[words_L])
-        assert (whole.tokens_L[~words_L] >= CHAT.first_slot).all()
-        sampled_L = gold.author_L == Author.SAMPLED
-        changed_L = holey.tokens_L != whole.tokens_L
-        assert not (changed_L & sampled_L).any()
+        assert (hide(gold, CHAT, 0.0, np.random.default_rng(seed)).tokens_L == gold.tokens_L).all()
+        holey = hide(gold, CHAT, 0.3, np.random.default_rng(seed))
+        read_L = (gold.tokens_L < CHAT.first_slot) & (gold.author_L != Author.SAMPLED)
+        changed_L = holey.tokens_L != gold.tokens_L
+        assert not (changed_L & ~read_L).any()
         assert (holey.tokens_L[changed_L] == CHAT.unk_id).all()
         hidden += changed_L.sum()
-        n_read += (words_L & ~sampled_L).sum()
+        n_read += read_L.sum()
     assert 0.15 < hidden / n_read < 0.35
 
 
@@ -95,7 +92,7 @@ def test_the_cached_file_is_read_and_not_made_again(trained):
         "passes": config.warm_start.passes}
 
 
-@pytest.mark.parametrize("what", ["setting", "weights", "traces"])
+@pytest.mark.parametrize("what", ["setting", "weights", "traces", "wordings"])
 def test_another_start_has_another_file(trained, what, monkeypatch):
     config, parts, root, _, path, _ = trained
     if what == "setting":
@@ -103,6 +100,9 @@ def test_another_start_has_another_file(trained, what, monkeypatch):
             config.warm_start, lr=0.02))
     elif what == "weights":
         parts = dataclasses.replace(parts, params=parts.params | {"embed": parts.params["embed"] + 1})
+    elif what == "wordings":
+        config = dataclasses.replace(config, warm_start=dataclasses.replace(
+            config.warm_start, wordings=3))
     else:
         config = dataclasses.replace(config, warm_start=dataclasses.replace(
             config.warm_start, traces=15, batches=2))

@@ -1,11 +1,12 @@
 """A word-level format for small policies: a few hundred ids, a few dozen tokens a task.
 
 Every lexicon word and every tool name is one id. Any other word (a name, an id, a price) is an
-entity: the dialogue gives it a slot id of its kind when it first appears and keeps the table
-surface <-> slot. A kind is what the spelling shows ("@*", "bk-*"), so the policy sees that much of
-an entity and no more: slots of a kind are dealt in an order drawn from a hash of the task's uid,
-their numbers tell nothing, and it has to copy. Clones start from the same table and then
-diverge, each with the entities its own rollout met.
+entity: the dialogue gives it the next slot id of its kind when it first appears and keeps the
+table surface <-> slot. A kind is what the spelling shows ("@*", "bk-*"), so of an entity the policy
+sees its kind and whether it came as the first, the second, ... of that kind, and no more. (Slots
+dealt at random instead leave it to learn copying for every slot of every kind, and half of its
+errors are then slots of the right kind that this dialogue never dealt.) Clones start from the same
+table and then diverge, each with the entities its own rollout met.
 
     prompt   travel without pay <user> book a table for e17 <act>
     step     book_table e17 7 ; pay 12 <go>        (calls; see positional.py)
@@ -21,9 +22,7 @@ Once the slots of a kind run out, those of no kind are dealt, and then <unk>, wh
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
-import random
 import re
 from collections.abc import Iterator, Sequence
 
@@ -83,14 +82,6 @@ class CompactFormat:
         self.unk_id = self._mark_id[Mark.UNK]
         self.stop_ids = (self._mark_id[Mark.GO], self._mark_id[Mark.END])
 
-    def redeal(self, ids_L: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """The same dialogue as if its slots had been dealt in another order; same shape. So
-        one trace can be trained on under many dealings."""
-        to_V = np.arange(self.vocab_size, dtype=ids_L.dtype)
-        for start in range(self.first_slot, self.vocab_size, self.n_slots):
-            to_V[start:start + self.n_slots] = start + rng.permutation(self.n_slots)
-        return to_V[ids_L]
-
     def is_word(self, ids_L: np.ndarray) -> np.ndarray:
         """bool, the shape of the ids: neither a mark nor a slot."""
         return (ids_L >= len(Mark)) & (ids_L < self.first_slot)
@@ -100,14 +91,7 @@ class CompactFormat:
         for spec in tools:
             if spec.name not in self.specs:
                 raise ValueError(f"tool {spec.name!r} is unknown: build the format with its spec")
-        seed = hashlib.sha256(task.uid.encode("utf-8", "surrogatepass")).digest()
-        rng = random.Random(int.from_bytes(seed, "big"))
-        pools = []
-        for start in range(self.first_slot, self.vocab_size, self.n_slots):
-            # Sorted by random() because only that stream is fixed across Python versions.
-            order = sorted(range(self.n_slots), key=lambda _: rng.random())
-            pools.append(tuple(start + s for s in reversed(order)))
-        return CompactDialogue(self, tuple(pools), {}, {})
+        return CompactDialogue(self, [0] * (len(self._kinds) + 1), {}, {})
 
     def kind(self, surface: str) -> int:
         """Index of the entity's kind; the last one is no kind."""
@@ -116,17 +100,17 @@ class CompactFormat:
 
 
 class CompactDialogue:
-    """The table of one rollout and the codec over it. `pools`: by kind, the slots that were
-    not dealt yet, the next one last."""
+    """The table of one rollout and the codec over it. `dealt`: by kind, how many of its slots
+    are taken."""
 
-    def __init__(self, form: CompactFormat, pools: tuple[tuple[int, ...], ...],
-                 slot_of: dict[str, int], surface_of: dict[int, str]):
-        self._form, self._pools = form, list(pools)
+    def __init__(self, form: CompactFormat, dealt: list[int], slot_of: dict[str, int],
+                 surface_of: dict[int, str]):
+        self._form, self._dealt = form, dealt
         self._slot_of, self._surface_of = slot_of, surface_of
 
     def clone(self) -> CompactDialogue:
         return CompactDialogue(
-            self._form, tuple(self._pools), dict(self._slot_of), dict(self._surface_of))
+            self._form, list(self._dealt), dict(self._slot_of), dict(self._surface_of))
 
     # ------------------------------------------------------------------------ text to ids
 
@@ -220,10 +204,11 @@ class CompactDialogue:
         slot = self._slot_of.get(surface)
         if slot is not None:
             return slot
-        for kind in (self._form.kind(surface), -1):
-            if self._pools[kind]:
-                *left, slot = self._pools[kind]
-                self._pools[kind] = tuple(left)
+        form = self._form
+        for kind in (form.kind(surface), len(self._dealt) - 1):
+            if self._dealt[kind] < form.n_slots:
+                slot = form.first_slot + kind * form.n_slots + self._dealt[kind]
+                self._dealt[kind] += 1
                 self._slot_of[surface], self._surface_of[slot] = slot, surface
                 return slot
         return self._form.unk_id

@@ -67,6 +67,9 @@ class BFCLSuite:
         rows = itertools.zip_longest(*columns)
         return tuple(t for row in rows for t in row if t is not None)
 
+    def wordings(self, task: Task, count: int) -> tuple[Task, ...]:
+        return (task,)
+
     def make_env(self, task: Task) -> BFCLEnv:
         return BFCLEnv(task, self.scoring)
 

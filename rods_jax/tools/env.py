@@ -56,6 +56,10 @@ class Suite(Protocol):
         """The tasks of "train", "held_in" or another split of the suite, categories
         interleaved, the same ones every time. Raises ValueError on another name."""
 
+    def wordings(self, task: Task, count: int) -> Sequence[Task]:
+        """The task and up to count - 1 others that differ from it in the users' texts alone,
+        the same ones every time; just the task where the suite has no other words for it."""
+
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         """All tools of these domains, in a fixed order."""
 

@@ -66,8 +66,8 @@ BANDS: dict[str, Band] = {
 
 # How often each band is drawn, by split. This table sets how hard the suite is.
 MIX: dict[str, dict[str, int]] = {
-    "train": {"single": 30, "easy": 40, "middle": 18, "hard": 8, "extreme": 4},
-    "warm": {"single": 5, "easy": 25, "middle": 35, "hard": 25, "extreme": 10},
+    "train": {"single": 20, "easy": 40, "middle": 25, "hard": 11, "extreme": 4},
+    "warm": {"single": 10, "easy": 30, "middle": 30, "hard": 20, "extreme": 10},
     "new_structures": {"single": 0, "easy": 60, "middle": 25, "hard": 10, "extreme": 5},
 }
 LIBRARY_SIZE: dict[str, int] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from rods_jax.tools.toolbox.planner import make_plan
 from rods_jax.tools.toolbox.structure import (CallShape, base_key, call_shapes, depth,
                                               structure_key)
 from rods_jax.tools.toolbox.graph import TOOLS
-from rods_jax.types import CATEGORIES, Category, Task
+from rods_jax.types import CATEGORIES, Category, Plan, Task
 
 Shapes = tuple[CallShape, ...]
 
@@ -58,8 +59,8 @@ def _attempt(make: Callable[[], Task]) -> Task | None:
 
 
 def variant(shapes: Shapes, category: Category, uid: str, rng: random.Random,
-            empty: int | None = None) -> Task | None:
-    """A task of exactly these tools and flows in a new world, or None."""
+            empty: int | None = None) -> tuple[Task, Plan] | None:
+    """A task of exactly these tools and flows in a new world and its plan, or None."""
     domains = {TOOLS[s.tool].domain for s in shapes}
     plan = make_plan(slots_of_shapes(shapes), tuple(domains), depth(shapes), rng,
                      attempts=20, keep_tools=True)
@@ -69,33 +70,68 @@ def variant(shapes: Shapes, category: Category, uid: str, rng: random.Random,
     task = augment_task(base, category, rng, empty) if base else None
     if task is None or not is_sound(task) or call_shapes(task, strict=True) != shapes:
         return None
-    return task
+    return task, plan
 
 
-def _draw(name: str, mix: dict[str, int]) -> tuple[Task, ...]:
+def reworded(task: Task, plan: Plan, count: int, rng: random.Random) -> tuple[Task, ...]:
+    """Up to `count` tasks with this one's world, tools and gold calls and with other texts."""
+    shapes, found = call_shapes(task), []
+    for _ in range(4 * count):
+        if len(found) == count:
+            break
+        base = task_of_plan(plan, rng)
+        other = augment_task(base, task.category, rng, _empty_turn(task)) if base else None
+        if other is None or any((a.gold, a.tools) != (b.gold, b.tools)
+                                for a, b in zip(task.turns, other.turns, strict=True)):
+            continue  # another tool was withheld
+        again = dataclasses.replace(task, uid=f"{task.uid}-{len(found) + 1}", turns=other.turns)
+        if is_sound(again) and call_shapes(again) == shapes:
+            found.append(again)
+    return tuple(found)
+
+
+def _empty_turn(task: Task) -> int | None:
+    return next((i for i, turn in enumerate(task.turns) if not turn.gold), None)
+
+
+def _draw(name: str, mix: dict[str, int]) -> list[tuple[Task, Plan]]:
     """Categories in turn, bands as the mix says, structures from the library."""
     rng = random.Random(f"toolbox-{name}")
     bands, weights = list(mix), list(mix.values())
-    tasks: list[Task] = []
-    while len(tasks) < SPLIT_SIZES[name]:
-        category = CATEGORIES[len(tasks) % len(CATEGORIES)]
+    drawn: list[tuple[Task, Plan]] = []
+    while len(drawn) < SPLIT_SIZES[name]:
+        category = CATEGORIES[len(drawn) % len(CATEGORIES)]
         shapes = rng.choice(_library()[rng.choices(bands, weights)[0]])
         if shapes[-1].turn > 4 and category in (Category.MISS_FUNC, Category.MISS_PARAM):
             continue  # the added turn would be the seventh
-        task = variant(shapes, category, f"toolbox-{name}-{len(tasks):04d}", rng)
-        if task is not None:
-            tasks.append(task)
-    return tuple(tasks)
+        found = variant(shapes, category, f"toolbox-{name}-{len(drawn):04d}", rng)
+        if found is not None:
+            drawn.append(found)
+    return drawn
 
 
 @functools.cache
 def _train() -> tuple[Task, ...]:
-    return _draw("train", MIX["train"])
+    return tuple(task for task, _ in _draw("train", MIX["train"]))
+
+
+@functools.cache
+def _warm_plans() -> tuple[tuple[Task, Plan], ...]:
+    return tuple(_draw("warm", MIX["warm"]))
 
 
 @functools.cache
 def _warm() -> tuple[Task, ...]:
-    return _draw("warm", MIX["warm"])
+    return tuple(task for task, _ in _warm_plans())
+
+
+def wordings(task: Task, count: int) -> tuple[Task, ...]:
+    """A task of split "warm" and rewordings of it, up to `count` in all, always the same
+    ones; of another task just itself, since its plan is not kept."""
+    plan = next((plan for known, plan in _warm_plans() if known.uid == task.uid), None)
+    if plan is None:
+        return (task,)
+    return task, *reworded(task, plan, count - 1, random.Random(f"{task.uid}-words"))
 
 
 @functools.cache
@@ -103,12 +139,10 @@ def _held_in() -> tuple[Task, ...]:
     rng = random.Random("toolbox-held_in")
     tasks = []
     for index, seed in enumerate(_train()):
-        empty = next((i for i, turn in enumerate(seed.turns) if not turn.gold), None)
-        task = None
-        while task is None or structure_key(task) != structure_key(seed):
-            task = variant(call_shapes(seed), seed.category, f"toolbox-held_in-{index:04d}",
-                           rng, empty)
-        tasks.append(task)
+        uid, found = f"toolbox-held_in-{index:04d}", None
+        while found is None or structure_key(found[0]) != structure_key(seed):
+            found = variant(call_shapes(seed), seed.category, uid, rng, _empty_turn(seed))
+        tasks.append(found[0])
     return tuple(tasks)
 
 

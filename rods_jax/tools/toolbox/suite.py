@@ -13,7 +13,7 @@ from rods_jax.tools.toolbox.generator import slots_of_shapes
 from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, tool_names
 from rods_jax.tools.toolbox.planner import make_plan
 from rods_jax.tools.toolbox.repair import repair_plan
-from rods_jax.tools.toolbox.splits import split
+from rods_jax.tools.toolbox.splits import split, wordings
 from rods_jax.tools.toolbox.structure import CallShape, call_shapes, depth
 from rods_jax.tools.toolbox.writer import write_turns
 from rods_jax.types import Category, Plan, Task, ToolSpec
@@ -30,6 +30,9 @@ class ToolboxSuite:
     def split(self, name: str) -> tuple[Task, ...]:
         """Tasks of "train", "held_in", "new_structures" or "warm"; see splits.py."""
         return split(name)
+
+    def wordings(self, task: Task, count: int) -> tuple[Task, ...]:
+        return wordings(task, count)
 
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         return tuple(SPECS[name] for name in tool_names(domains))

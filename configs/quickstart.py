@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    steps, minibatches = 160, 2
+    steps, minibatches = 170, 2
     return ConfigDict(dict(
         seed=0,
         steps=steps,
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
         tasks=dict(suite="toolbox", seeds=100, held_in=400),
         policy=dict(source="compact", d_model=128, n_layers=3, n_heads=4, n_kv_heads=4, d_ff=384,
                     slots=16),
-        warm_start=dict(traces=150, wordings=16, passes=80, batches=10, rows=4, lr=2e-3,
+        warm_start=dict(traces=150, wordings=16, passes=48, batches=10, rows=4, lr=2e-3,
                         weight_decay=0.3, hide=0.15),
         sampler=dict(slots=64, max_len=192, prompt_len=64, chunk=16, max_new=16,
                      prefill_groups=2, cache_buckets=(64, 112), straggler_share=0.15),
@@ -33,5 +33,5 @@ def get_config() -> ConfigDict:
         # into minutes, so admission goes by steps instead.
         admit_every=2,
         curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
-        eval=dict(every=40),
+        eval=dict(every=34),
     ))

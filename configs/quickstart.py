@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    steps, minibatches = 170, 2
+    steps, minibatches = 130, 2
     return ConfigDict(dict(
         seed=0,
         steps=steps,
@@ -33,5 +33,5 @@ def get_config() -> ConfigDict:
         # into minutes, so admission goes by steps instead.
         admit_every=2,
         curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),
-        eval=dict(every=34),
+        eval=dict(every=26),
     ))

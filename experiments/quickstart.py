@@ -8,6 +8,7 @@ and summary.json in --out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rods_jax import report, startup
 from rods_jax.config import UserError, load, run_main, write_json
@@ -63,18 +64,14 @@ def _warm_start(config: RunConfig, cache: pathlib.Path) -> None:
 
 
 def _run_arms(config: RunConfig, args: argparse.Namespace) -> None:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     children = {}
     for i, (arm, overrides) in enumerate(ARMS.items()):
         command = [sys.executable, "-m", "experiments.train", "--config", CONFIG,
                    "--out", str(args.out / arm), "--cache", str(args.cache)]
         for override in (*args.set, *overrides):
             command += ["--set", override]
-        core = {cores[i % len(cores)]} if cores else set()
-        log = open(args.out / f"{arm}.log", "w", encoding="utf-8")
-        # One process a core is faster than one process on two (no thread hand-over).
-        pin = (lambda core=core: os.sched_setaffinity(0, core)) if core else None
-        children[arm] = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=pin)
+        with open(args.out / f"{arm}.log", "w", encoding="utf-8") as log, _core(i):
+            children[arm] = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         _watch(children, config, args.out)
         failed = {arm: child for arm, child in children.items() if child.poll() not in (None, 0)}
@@ -85,6 +82,21 @@ def _run_arms(config: RunConfig, args: argparse.Namespace) -> None:
         tail = (args.out / f"{arm}.log").read_text(encoding="utf-8").strip().splitlines()
         raise UserError(f"arm {arm} ended with code {child.returncode}: "
                         f"{tail[-1] if tail else 'no output'}; see {args.out / arm}.log")
+
+
+@contextlib.contextmanager
+def _core(i: int) -> Iterator[None]:
+    """Inside, this thread has the i-th core alone, and so have the processes it starts: one
+    process a core is faster than one process on two (no thread hand-over)."""
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[i % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def _watch(children: dict, config: RunConfig, out: pathlib.Path) -> None:

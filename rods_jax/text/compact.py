@@ -4,8 +4,8 @@ Every lexicon word and every tool name is one id. Any other word (a name, an id,
 entity: the dialogue gives it the next slot id of its kind when it first appears and keeps the
 table surface <-> slot. A kind is what the spelling shows ("@*", "bk-*"), so of an entity the policy
 sees its kind and whether it came as the first, the second, ... of that kind, and no more. (Slots
-dealt at random instead leave it to learn copying for every slot of every kind, and about a quarter
-of its errors are then slots of the right kind that this dialogue never dealt.) Clones start from the same
+dealt at random leave it to learn copying for every slot of every kind, and about a quarter of its
+errors are then slots of the right kind that the dialogue never dealt.) Clones start from the same
 table and then diverge, each with the entities its own rollout met.
 
     prompt   travel without pay <user> book a table for e17 <act>

@@ -8,13 +8,12 @@ the arms' gains.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pathlib
 from collections.abc import Sequence
 
 from experiments.quickstart import ARMS
-from rods_jax.config import UserError, run_main, write_json
+from rods_jax.config import UserError, read_json, run_main, write_json
 
 SCORES = tuple((metric, how) for metric in ("progress", "success") for how in ("sampled", "greedy"))
 
@@ -24,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments.add_argument("runs", nargs="+", type=pathlib.Path, metavar="RUN_DIR")
     arguments.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = arguments.parse_args(argv)
+    if len({run.resolve() for run in args.runs}) < len(args.runs):
+        raise UserError("one folder is given twice; give every run once")
     found = compare([_read(run) for run in args.runs])
     if args.json != "-":
         print(table(found))
@@ -35,10 +36,12 @@ def _read(run: pathlib.Path) -> dict:
     path = run / "summary.json"
     if not path.exists():
         raise UserError(f"{path}: is not there; give folders made by experiments.quickstart")
-    summary = json.loads(path.read_text(encoding="utf-8"))
-    if missing := [arm for arm in ARMS if arm not in summary]:
-        raise UserError(f"{path}: has no arm {missing[0]}; give folders made by "
-                        "experiments.quickstart")
+    summary = read_json(path, "give folders made by experiments.quickstart")
+    try:
+        compare([summary])
+    except (KeyError, TypeError) as e:
+        raise UserError(f"{path}: is not the summary of a quickstart (no {e}); give folders made "
+                        "by experiments.quickstart") from e
     return summary
 
 

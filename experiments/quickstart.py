@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rods_jax import report, startup
-from rods_jax.config import UserError, load, run_main, write_json
+from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.metrics import ZONES, duration, read
 from rods_jax.run_config import RunConfig
 
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = arguments.parse_args(argv)
     began = time.monotonic()
     config = load(CONFIG, args.set, RunConfig)
+    check_out(args.out, folder=True)
     for arm in ARMS:
         shutil.rmtree(args.out / arm, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)

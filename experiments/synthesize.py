@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rods_jax.config import run_main, write_json
+from rods_jax.config import UserError, check_out, run_main, write_json
 from rods_jax.synthesis.journal import Journal
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
@@ -50,10 +50,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.count < 1:
-        raise ValueError(f"--count is {args.count}: give at least 1")
+    for name in ("count", "workers", "max_attempts"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")
+    for path in (args.out, args.json):
+        if path and path != "-":
+            check_out(path)
     suite = make_suite(args.suite)
     seeds = read_tasks(args.seeds) if args.seeds else list(suite.split("train"))
+    if not seeds:
+        raise UserError(f"{args.seeds}: holds no task; give at least one seed")
     held_in = (read_tasks(args.held_in) if args.held_in else
                [task for name in HELD_OUT_SPLITS[args.suite] for task in suite.split(name)])
     config = SynthesisConfig(k_max=args.k_max, max_rewrites=args.max_rewrites,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rods_jax import checkpoint, startup
-from rods_jax.config import UserError, load, run_main, write_json
+from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.run_config import RunConfig
 
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     config = load(args.config, args.set, RunConfig)
     folder = args.out or pathlib.Path("runs") / pathlib.Path(args.config).stem
+    check_out(folder, folder=True)
     print(json.dumps(startup.start(config.platform)), flush=True)
     resume = find_checkpoint(folder / "checkpoints", args.resume)
     from rods_jax.train import train  # after the platform is settled

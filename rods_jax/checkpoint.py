@@ -217,9 +217,7 @@ def restore(path: str | os.PathLike, like: Any, partial: bool = False) -> Restor
     not read. Raises CheckpointError.
     """
     folder = _find(pathlib.Path(path).absolute())
-    manifest = _read_json(folder / "manifest.json")
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: its format is not {FORMAT}, which this code reads")
+    manifest = _read_manifest(folder)
     host = _read_json(folder / "host.json")
     wanted = dict(_named_leaves(like))
     _check_leaves(folder, manifest["leaves"], wanted, partial)
@@ -235,7 +233,7 @@ def restore(path: str | os.PathLike, like: Any, partial: bool = False) -> Restor
 def read_host(path: str | os.PathLike) -> tuple[int, Json]:
     """(step, host state) of a checkpoint, without its arrays. Raises CheckpointError."""
     folder = _find(pathlib.Path(path).absolute())
-    return _read_json(folder / "manifest.json")["step"], _read_json(folder / "host.json")
+    return _read_manifest(folder)["step"], _read_json(folder / "host.json")
 
 
 def _find(path: pathlib.Path) -> pathlib.Path:
@@ -247,6 +245,16 @@ def _find(path: pathlib.Path) -> pathlib.Path:
     if found is None:
         raise CheckpointError(f"{path}: holds no finished checkpoint (step_NNNNNNNNN)")
     return found
+
+
+def _read_manifest(folder: pathlib.Path) -> dict[str, Json]:
+    manifest = _read_json(folder / "manifest.json")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: its format is not {FORMAT}, which this code reads")
+    if missing := {"step", "leaves"} - manifest.keys():
+        raise CheckpointError(f"{folder}/manifest.json: damaged (no {min(missing)}); restore an "
+                              "older step")
+    return manifest
 
 
 def _read_json(path: pathlib.Path) -> Json:

@@ -173,7 +173,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     field = field.strip()
     if not equals or not all(part.isidentifier() for part in field.split(".")):
         raise ConfigError(f"--set {text}: got {text!r}, expected field.subfield=value; "
-                          "write for instance --set grpo.learning_rate=1e-6")
+                          "write for instance --set optimizer.lr=1e-4")
     try:
         return field, ast.literal_eval(value.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -396,6 +396,28 @@ def write_json(path: str | os.PathLike, value: Json) -> None:
         print(json.dumps(value, sort_keys=True), flush=True)
     else:
         write_text(path, json.dumps(value, sort_keys=True, indent=1) + "\n")
+
+
+def read_json(path: str | os.PathLike, remedy: str) -> Json:
+    """JSON of a file. Raises UserError, naming the file and the remedy, where it holds none."""
+    try:
+        return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except ValueError as e:  # of the text or of its encoding
+        raise UserError(f"{os.fspath(path)}: is not JSON ({e}); {remedy}") from e
+
+
+def check_out(path: str | os.PathLike, folder: bool = False) -> None:
+    """Raises UserError where `path` could not be written, before hours went into what is to
+    be written there. `folder`: the path is to be a folder, else a file."""
+    path = pathlib.Path(path)
+    if path.exists() and path.is_dir() != folder:
+        wrong, right = ("file", "folder") if folder else ("folder", "file")
+        raise UserError(f"{path}: is a {wrong}; give the name of a {right}")
+    above = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not above.is_dir() and above != path.absolute():
+        raise UserError(f"{path}: {above} is a file; give another place")
+    if not os.access(above, os.W_OK):
+        raise UserError(f"{path}: {above} may not be written to; give another place")
 
 
 def run_main(main: Callable[[], int | None],

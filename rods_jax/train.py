@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import time
 import types
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
-from rods_jax.config import UserError, to_json, write_json
+from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update
@@ -365,7 +364,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     before = None
     if resume is not None:
         run.resume(resume)
-        before = json.loads((folder / "before.json").read_text(encoding="utf-8"))
+        before = read_json(folder / "before.json", "restore it or start a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
     if before is None:

@@ -241,6 +241,13 @@ def test_missing_and_damaged_paths(tmp_path):
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(checkpoint.CheckpointError, match="its format is not"):
         checkpoint.restore(tmp_path, like)
+    for lost in ("step", "leaves"):
+        (path / "manifest.json").write_text(json.dumps(
+            {name: value for name, value in manifest.items() if name != lost}))
+        for read in (lambda: checkpoint.restore(tmp_path, like),
+                     lambda: checkpoint.read_host(tmp_path)):
+            with pytest.raises(checkpoint.CheckpointError, match=f"damaged .no {lost}."):
+                read()
 
 
 @pytest.mark.parametrize("host, words", [

@@ -175,3 +175,28 @@ def test_a_process_of_its_own_ends_with_the_same_line(tmp_path):
     assert done.stderr == ("error: toolbox has 400 tasks in split 'held_in', 4000 were asked for: "
                            "ask for fewer\n")
     assert not (tmp_path / "run").exists()
+
+
+def test_places_that_cannot_be_written_are_told_before_the_work(shell, place):
+    folder, config = place
+    (folder / "taken").write_text("mine")
+    (folder / "dir").mkdir()
+    assert_one_line(shell("train", "--config", config, "--out", folder / "taken"),
+                    "taken: is a file; give the name of a folder")
+    assert_one_line(shell("train", "--config", config, "--out", folder / "taken" / "run"),
+                    "taken is a file; give another place")
+    assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "dir"),
+                    "dir: is a folder; give the name of a file")
+    assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--json",
+                          folder / "dir"), "dir: is a folder")
+    (folder / "empty").write_text("")
+    assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--seeds",
+                          folder / "empty"), "empty: holds no task")
+    (folder / "latin").write_bytes(b"\xff{}\n")
+    assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--seeds",
+                          folder / "latin"), "latin, line 1:", "drop the line")
+    assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--workers", 0),
+                    "--workers is 0: give at least 1")
+    left = {p.name for p in folder.iterdir()} - {"__pycache__"}
+    assert left == {"tiny.py", "taken", "dir", "empty", "latin"}
+    assert (folder / "taken").read_text() == "mine"

@@ -42,5 +42,11 @@ def test_wrong_folders_are_one_line(tmp_path):
     with pytest.raises(UserError, match="is not there; give folders made by"):
         compare.main([str(tmp_path)])
     run = write(tmp_path / "half", 0, {"rods": {"before": 0.1, "after": 0.2}})
-    with pytest.raises(UserError, match="has no arm static"):
+    with pytest.raises(UserError, match="is not the summary of a quickstart .no 'static'"):
         compare.main([str(run)])
+    for broken in (b'{"rods": ', b"\xff\xfe", b"5", b'{"rods": {}, "static": {}}'):
+        (run / "summary.json").write_bytes(broken)
+        with pytest.raises(UserError, match="summary.json: is not .*give folders made by"):
+            compare.main([str(run)])
+    with pytest.raises(UserError, match="one folder is given twice"):
+        compare.main([str(run), str(run / ".." / "half")])

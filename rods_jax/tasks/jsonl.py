@@ -17,7 +17,7 @@ def read_tasks(path: str | os.PathLike) -> list[Task]:
     Two tasks with one uid are an error too, since the pool tells tasks apart by uid.
     """
     tasks, line_of = [], {}
-    with open(path, encoding="utf-8") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue

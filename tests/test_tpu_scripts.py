@@ -135,11 +135,14 @@ def test_quota_with_nothing_dead_and_other_refusals_do_not_retry(fake):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_create_deletes_what_it_asked_for(fake, number):
     (fake / "stuck").touch()
+    # Under a shell that put the tests into the background SIGINT is ignored, and a script
+    # that is started so cannot catch it.
     process = subprocess.Popen([SCRIPTS / "create.sh", "mine"], stderr=subprocess.PIPE, text=True,
-                               env=environment(fake, RODS_POLL_S="30"))
+                               env=environment(fake, RODS_POLL_S="30"),
+                               preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     assert process.stderr.readline() == "mine: WAITING\n"
     process.send_signal(number)
-    assert process.wait() == 128 + number
+    assert process.wait(timeout=60) == 128 + number
     assert "deleting the request mine" in process.stderr.read()
     process.stderr.close()
     assert requests(fake) == OTHERS

@@ -7,6 +7,7 @@ it through, and jax takes the port over afterwards.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -75,10 +76,8 @@ def _admit(client: socket.socket, count: int, present: dict[int, socket.socket])
 
 
 def _say(client: socket.socket, text: str) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it died since; jax's own start-up will report that
         client.sendall(f"{text}\n".encode())
-    except OSError:
-        pass  # it died since; jax's own start-up will report that
 
 
 def _report(host: str, port: int, index: int, deadline: float, timeout_s: float) -> None:

@@ -3,6 +3,10 @@
 DIR is a folder step_NNNNNNNNN, the checkpoints/ around it (the newest counts) or the run
 folder. Every task of --split is played once sampled (temperature 1) and once greedily, with
 the key that the run itself evaluates with. Only the weights are read.
+
+--official scores as BFCL's own checker and plays by the benchmark's rules: at most 21 messages a
+turn, a message that cannot be read ends its turn, a last turn that ran out of messages is
+scored as it stands.
 """
 
 from __future__ import annotations
@@ -15,7 +19,11 @@ from collections.abc import Sequence
 
 from rods_jax import checkpoint, startup
 from rods_jax.config import load, run_main, write_json
+from rods_jax.rollout.engine import EngineConfig
 from rods_jax.run_config import RunConfig
+from rods_jax.tools.bfcl_env import MAX_STEPS
+from rods_jax.tools.host import Outage, make_host
+from rods_jax.tools.scoring import Mode, Scoring
 
 SPLITS = ("held_in", "new_structures", "train")
 
@@ -27,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
     arguments.add_argument("--checkpoint", required=True, type=pathlib.Path, metavar="DIR")
     arguments.add_argument("--split", choices=SPLITS, default="held_in")
+    arguments.add_argument("--official", action="store_true", help="BFCL's checker and rules")
     arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
     return arguments
 
@@ -34,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     config = load(args.config, args.set, RunConfig)
+    if args.official:
+        config = official(config)
     inner = args.checkpoint / "checkpoints"
     path = inner if inner.is_dir() else args.checkpoint
     step, host = checkpoint.read_host(path)
@@ -43,6 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table(step, args.split, found))
     if args.json:
         write_json(args.json, {"step": step, "split": args.split, "checkpoint": str(path), **found})
+
+
+def official(config: RunConfig) -> RunConfig:
+    """The same run under the benchmark's scoring and turn limits."""
+    return dataclasses.replace(
+        config, tasks=dataclasses.replace(config.tasks, scoring=Scoring(Mode.OFFICIAL)),
+        engine=EngineConfig(max_steps=MAX_STEPS, malformed_ends_turn=True, score_cut_turn=True))
 
 
 def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
@@ -59,9 +77,13 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
     tasks = split(parts.suite, split_name, counts[split_name])
     like = {"train": {"params": parts.params}}
     params = checkpoint.restore(path, like, partial=True).arrays["train"]["params"]
-    engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite)
-    return {way: dataclasses.asdict(result)
-            for way, result in evaluate_ways(engine, params, tasks, config.seed).items()}
+    host = make_host(parts.suite, config.tasks.spec(), config.workers)
+    engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
+    try:
+        found = evaluate_ways(engine, params, tasks, config.seed)
+    finally:
+        host.close()
+    return {way: dataclasses.asdict(result) for way, result in found.items()}
 
 
 def table(step: int, split_name: str, found: dict[str, dict]) -> str:
@@ -75,4 +97,4 @@ def table(step: int, split_name: str, found: dict[str, dict]) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, Outage))

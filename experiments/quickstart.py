@@ -22,6 +22,7 @@ from rods_jax import report, startup
 from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.metrics import ZONES, duration, read
 from rods_jax.run_config import RunConfig
+from rods_jax.tools.host import Outage
 
 CONFIG = "configs/quickstart.py"
 ARMS = {"rods": (), "static": ("synthesis_on=False",)}
@@ -191,4 +192,4 @@ def table(summary: dict) -> str:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, Outage))

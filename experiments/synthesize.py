@@ -21,7 +21,8 @@ from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.tasks.jsonl import read_tasks, write_tasks
-from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard
+from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import Json, Task
 
 
@@ -56,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in (args.out, args.json):
         if path and path != "-":
             check_out(path)
-    suite = make_suite(args.suite)
+    suite = make_suite(SuiteSpec(SuiteName(args.suite)))
     seeds = read_tasks(args.seeds) if args.seeds else list(suite.split("train"))
     if not seeds:
         raise UserError(f"{args.seeds}: holds no task; give at least one seed")
     held_in = (read_tasks(args.held_in) if args.held_in else
-               [task for name in HELD_OUT_SPLITS[args.suite] for task in suite.split(name)])
+               [task for name in suite.held_out for task in suite.split(name)])
     config = SynthesisConfig(k_max=args.k_max, max_rewrites=args.max_rewrites,
                              max_profile_distance=args.max_distance)
     header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),
@@ -84,15 +85,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(tasks) < args.count:
         print(f"only {len(tasks)} of {args.count} tasks were found in {run.funnel.attempts} "
               "attempts: give more seeds or a larger --max-attempts", file=sys.stderr)
-
-
-def make_suite(name: str):
-    """A suite with its fixed splits."""
-    if name == "bfcl":
-        from rods_jax.tools.bfcl import BFCLSuite
-        return BFCLSuite()
-    from rods_jax.tools.toolbox import ToolboxSuite
-    return ToolboxSuite()
 
 
 def _digest(tasks: list[Task]) -> str:

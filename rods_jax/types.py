@@ -21,9 +21,19 @@ from typing import Any
 
 import numpy as np
 
+_HOLDERS = (dict, list, tuple)
 Json = Any  # null, bool, int, float, str, list of Json, dict[str, Json]
 
 TASK_SCHEMA_VERSION = 1
+
+
+def copy_json(value: Json) -> Json:
+    """Deep copy of JSON data, tuples made lists; several times faster than copy.deepcopy."""
+    if isinstance(value, dict):
+        return {k: copy_json(v) if isinstance(v, _HOLDERS) else v for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copy_json(v) if isinstance(v, _HOLDERS) else v for v in value]
+    return value
 
 
 class Category(str, enum.Enum):
@@ -57,6 +67,7 @@ class EndReason(str, enum.Enum):
     STEP_LIMIT = "step_limit"  # too many assistant steps in one turn
     TOKEN_LIMIT = "token_limit"  # a message or the whole dialogue ran out of tokens
     ENV_ERROR = "env_error"  # the environment itself broke; never scored as hardness
+    TOOL_CRASH = "tool_crash"  # a call took the worker down or ran past a limit; scored as failed
     DRIFT = "drift"  # device and host disagree on the tokens so far; dropped from the loss
 
     @property

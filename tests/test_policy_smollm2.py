@@ -21,7 +21,7 @@ from rods_jax.models.decoder import init_params
 from rods_jax.text import tokenizer
 from rods_jax.text.hermes import signature
 from rods_jax.text.tokenizer import byte_level_tokenizer
-from rods_jax.tools import bfcl_env
+from rods_jax.tools import bfcl_sandbox
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.types import Source, Task
 
@@ -75,8 +75,8 @@ def run(tmp_path_factory):
         patch.setattr(gguf, "smollm2_path", lambda: "tiny.gguf")
         patch.setattr(gguf, "load_gguf", lambda path: (MODEL, biased_params()))
         patch.setattr(tokenizer, "tokenizer_from_gguf", lambda path: TOKENIZER)
-        call = bfcl_env.Sandbox.call
-        patch.setattr(bfcl_env.Sandbox, "call",
+        call = bfcl_sandbox.Sandbox.call
+        patch.setattr(bfcl_sandbox.Sandbox, "call",
                       lambda self, what: called.append(what.name) or call(self, what))
         sets = [part for name, value in SIZES.items() for part in ("--set", f"{name}={value!r}")]
         shown = []

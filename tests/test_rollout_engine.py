@@ -15,6 +15,7 @@ from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
 from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt, task_key
 from rods_jax.rollout.sampler import SamplerConfig, WaveOutput
+from rods_jax.tools.host import Crash, InProcessHost, Outage, ToolCrash
 from rods_jax.types import Author, EndReason
 
 SHAPE = SamplerConfig(slots=16, max_len=128, prompt_len=40, chunk=5, max_new=12, prefill_groups=4)
@@ -254,7 +255,7 @@ class Broken:
     def __getattr__(self, name):
         return getattr(SUITE, name)
 
-    def make_env(self, task):
+    def make_env(self, task, hints=False):
         if task.uid == self._uid and self._method == "make_env":
             raise SystemExit("no worker")
         env = SUITE.make_env(task)
@@ -275,6 +276,101 @@ def test_a_broken_environment_ends_its_own_rollouts_only(method):
         assert [trajectory.end for trajectory in group] == [wanted] * 2
     assert stats.env_errors == {"SystemExit" if method == "make_env" else "KeyError": 2}
     assert stats.ends["env_error"] == 2 and not groups[broken][0].end.usable
+
+
+class Crashing(InProcessHost):
+    """Loses the second call of one rollout, as a worker that dies over it would."""
+
+    def __init__(self, uid):
+        super().__init__(SUITE)
+        self._uid, self.calls, self.finished = uid, collections.Counter(), []
+
+    def start(self, task, hints):
+        handle = super().start(task, hints)
+        self.calls[handle] = 0 if task.uid == self._uid else -99
+        return handle
+
+    def execute(self, rollout, calls):
+        self.calls[rollout] += 1
+        if self.calls[rollout] == 2:
+            return Lost(ToolCrash(Crash.TIME, self._uid, calls[0]))
+        return super().execute(rollout, calls)
+
+    def finish(self, rollout):
+        super().finish(rollout)
+        self.finished.append(rollout)
+
+
+@dataclasses.dataclass
+class Lost:
+    error: Exception
+
+    def result(self):
+        raise self.error
+
+
+def test_a_call_that_takes_its_worker_down_fails_its_rollout():
+    lost = next(i for i, task in enumerate(TASKS)
+                if sum(len(t.gold) for t in task.turns) > 1 and len(task.turns) > 1)
+    host = Crashing(TASKS[lost].uid)
+    engine, _ = scripted_engine(styles=(gold_messages,) * 2)
+    engine.host = host
+    groups, stats = engine.run(None, PROMPTS, 2, jax.random.key(0), 1.0)
+    for t, group in enumerate(groups):
+        for trajectory in group:
+            assert trajectory.end is (EndReason.TOOL_CRASH if t == lost else EndReason.DONE)
+            assert trajectory.end.usable
+            wanted = len(trajectory.outcomes) / len(TASKS[t].turns)
+            assert rewards.reward(rewards.RewardKind.PROGRESS, trajectory, TASKS[t]) == wanted
+    assert rewards.progress(groups[lost][0]) < 1
+    assert stats.crashes == {"time": 2} and not stats.env_errors
+    assert sorted(host.finished) == list(range(2 * len(TASKS)))
+
+
+def test_no_worker_at_all_stops_the_run():
+    class Down(InProcessHost):
+        def execute(self, rollout, calls):
+            return Lost(Outage("workers do not start"))
+    engine, _ = scripted_engine(styles=(gold_messages,))
+    engine.host = Down(SUITE)
+    with pytest.raises(Outage, match="do not start"):
+        engine.run(None, PROMPTS, 1, jax.random.key(0), 1.0)
+
+
+def test_the_benchmarks_rules_end_turns_otherwise():
+    """A message that cannot be read ends its turn; a last turn without steps left is scored."""
+    one = [i for i, task in enumerate(TASKS) if len(task.turns) == 1 and task.turns[0].gold]
+    assert one
+    styles = (lambda task: [BAD] * 9, lambda task: [BALANCE] * 9,
+              lambda task: [m for m in gold_messages(task)[:-1]] + [BALANCE] * 9)
+    rules = dict(stop_on_failed_turn=False, max_steps=4, malformed_ends_turn=True,
+                 score_cut_turn=True)
+    engine, _ = scripted_engine(styles=styles, **rules)
+    groups, _ = engine.run(None, PROMPTS, len(styles), jax.random.key(0), 1.0)
+    for task, (malformed, calling, late) in zip(TASKS, groups):
+        assert malformed.end is EndReason.DONE
+        assert malformed.n_malformed == malformed.n_steps == len(task.turns)
+        assert len(malformed.outcomes) == len(task.turns) and rewards.progress(malformed) < 1
+    for i in one:
+        _, calling, late = groups[i]
+        assert calling.end in (EndReason.STEP_LIMIT, EndReason.TOKEN_LIMIT)
+        if calling.end is EndReason.STEP_LIMIT:
+            assert calling.n_steps == 4 and len(calling.outcomes) == 1
+        if late.end is EndReason.STEP_LIMIT and len(TASKS[i].turns[0].gold) <= 4:
+            assert rewards.progress(late) == 1.0
+    assert any(groups[i][2].end is EndReason.STEP_LIMIT for i in one)
+
+
+def test_hints_reach_the_dialogue_and_no_score():
+    plain, _ = scripted_engine(styles=STYLES)
+    hinted, _ = scripted_engine(styles=STYLES)
+    found = [engine.run(None, PROMPTS, len(STYLES), jax.random.key(0), 1.0, hints=on)[0]
+             for engine, on in ((plain, False), (hinted, True))]
+    longer = 0
+    for a, b in zip(sum(found[0], []), sum(found[1], [])):
+        assert a.outcomes == b.outcomes[:len(a.outcomes)]
+        longer += len(b.tokens_L) > len(a.tokens_L)
+    assert longer
 
 
 def test_what_cannot_be_played_is_refused(engines, policy):

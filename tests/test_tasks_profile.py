@@ -138,6 +138,30 @@ def test_distance_is_a_bounded_symmetric_gap(a, b):
     assert distance(a, renamed) == 0.0
 
 
+@settings(max_examples=50, deadline=None)
+@given(profiles())
+def test_a_profile_survives_a_file(p):
+    assert Profile.from_json(json.loads(json.dumps(p.to_json()))) == p
+
+
+@pytest.mark.parametrize("change, needle", [
+    (lambda r: r.pop("depth"), "lacks the field 'depth'"),
+    (lambda r: r.update(colour=1), "do not fit together"),
+    (lambda r: r.update(category="hard"), "'hard' is not a valid Category"),
+    (lambda r: r.update(calls_per_turn=[9]), "do not fit together"),
+    (lambda r: r["flow"][0].pop(), "not enough values"),
+    (lambda r: r["flow"][0].__setitem__(2, "heaven"), "'heaven' is not a valid Origin"),
+    (lambda r: r["edges"][0].pop(), "argument"),
+])
+def test_what_is_no_profile_is_one_clear_error(change, needle):
+    row = json.loads(json.dumps(profile(notes_task(0), SUITE).to_json()))
+    change(row)
+    with pytest.raises(ValueError) as error:
+        Profile.from_json(row)
+    text = str(error.value)
+    assert text.startswith("not a profile: ") and needle in text and "\n" not in text
+
+
 def test_distance_by_hand():
     a = Profile(Category.BASE, ("f",) * 4, (2, 2), (Edge(0, 2, "x"),), 1,
                 ((0, "x", Origin.USER), (2, "x", Origin.RESULT)), 1)

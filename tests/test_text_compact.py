@@ -178,6 +178,14 @@ def test_malformed_messages_are_errors():
         assert step.calls == () and len(step.errors) == 1 and reason in step.errors[0], ids
 
 
+def test_a_message_holds_as_many_calls_as_in_every_other_format():
+    go, list_cards = mark("<go>"), mark("list_cards")
+    calls = [list_cards, mark(";")] * 63
+    assert len(start().parse([*calls, list_cards, go]).calls) == 64
+    step = start().parse([*calls, list_cards, mark(";"), list_cards, go])
+    assert step.calls == () and step.errors == ("over 64 calls in one message",)
+
+
 def test_random_ids_never_raise_and_never_change_the_table():
     rng = random.Random(0)
     dialogue = start()

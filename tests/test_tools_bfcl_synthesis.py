@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from rods_jax.tools import bfcl_data
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.bfcl_augment import augment
-from rods_jax.tools.bfcl_env import BFCLEnv, Sandbox, replay
+from rods_jax.tools.bfcl_env import BFCLEnv
+from rods_jax.tools.bfcl_sandbox import Sandbox, replay
 from rods_jax.tools.bfcl_plan import at, leaves, parse_result, resolve
 from rods_jax.tools.bfcl_swaps import NUMBER, Swaps, mentions, same_case, write_number
 from rods_jax.types import Category, Plan, PlannedCall, Ref, Source, Task, ToolCall, Turn

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rods_jax.tools.calls import (
-    ParsedText, coerce, format_call_list, format_hermes, parse_call_list, parse_hermes,
-    parse_json_calls)
-from rods_jax.tools.literals import Limits
+    Limits, ParsedText, coerce, format_call, format_call_list, format_hermes, format_llama_json,
+    parse_call_list, parse_hermes, parse_json_calls, parse_llama_json, parse_llama_pythonic)
 from rods_jax.types import ToolCall, ToolSpec
 
 DECLARED = {"A", "f", "ls", "q", "write"}
@@ -55,14 +54,35 @@ def test_a_call_drafted_while_thinking_is_no_call(text, reasoning):
     assert len(parse_call_list("[A()] no</think>[ls(), ls()]", TOOLS).calls) == 2
 
 
+@pytest.mark.parametrize("shape, reasoning", [
+    ("<think>maybe {0}</think>{1}", "maybe {0}"), ("maybe {0}</think>{1}", "maybe {0}"),
+    ("{0} no</think>{1}", "{0} no"), ("Hm. <think>{0} no</think> {1}", "{0} no"),
+    ("<think>a</think>\n<think>{0}</think>{1}", "a\n{0}"), ("a</think>{0}</think>{1}", "a\n{0}")])
+def test_reasoning_is_cut_off_in_every_form(shape, reasoning):
+    bare, listed = '{"name":"%s","parameters":{}}', "[%s()]"
+    for parse, call, tools in (
+            (parse_json_calls, bare, DECLARED), (parse_hermes, bare, DECLARED),
+            (parse_llama_json, bare, DECLARED), (parse_call_list, listed, TOOLS),
+            (parse_llama_pythonic, listed, TOOLS)):
+        step = parse(shape.format(call % "ls", call % "A"), tools)
+        assert only(step) == ("A", {}), parse
+        assert step.reasoning == reasoning.format(call % "ls")
+
+
 def test_reasoning_that_never_ends_is_truncated():
-    for step in (parse_hermes(f"<think>{A}"), parse_call_list("<think>[A()]", TOOLS)):
+    for step in (parse_hermes(f"<think>{A}"), parse_call_list("<think>[A()]", TOOLS),
+                 parse_llama_json('<think>{"name":"A","parameters":{}}', DECLARED)):
         assert step.calls == () and "truncated" in step.errors[0] and "A" in step.reasoning
 
 
 def test_a_quoted_end_of_thinking_stays_in_its_argument():
     assert only(parse_hermes(block("q", '{"k":"</think>"}'))) == ("q", {"k": "</think>"})
-    assert only(parse_call_list("[q(k='</think>')]", TOOLS)) == ("q", {"k": "</think>"})
+    for text in ("[q(k='</think>')]", "q(k='</think>')", "```\n[q(k='</think>')]\n```"):
+        assert only(parse_call_list(text, TOOLS)) == ("q", {"k": "</think>"})
+    bare = '{"name":"q","parameters":{"k":"<think></think>"}}'
+    for text in (bare, f"```json\n{bare}\n```", f"<|python_tag|>{bare}"):
+        assert only(parse_llama_json(text, DECLARED)) == ("q", {"k": "<think></think>"})
+    assert only(parse_hermes(bare, DECLARED)) == ("q", {"k": "<think></think>"})
 
 
 # ------------------------------------------------------------------------------ arguments
@@ -198,12 +218,88 @@ def test_untagged_json_counts_only_for_declared_tools_and_only_when_asked():
     assert parse_hermes('{"name":"ls","arguments":7}', DECLARED).errors
 
 
+@pytest.mark.parametrize("outer", [
+    '{"name":"other","parameters":{"a":%s,"b":oops}}', '{"b":oops,"a":%s}', '{"a":[%s',
+    "{'name':'other','arguments':{'a':%s,'b':f()}}", '{"a":%s,"a":1}', '{"a":NaN,"b":%s}'])
+def test_what_stands_inside_an_unreadable_object_is_no_call(outer):
+    inner = '{"name":"ls","arguments":{}}'
+    for parse in (parse_json_calls, parse_hermes, parse_llama_json):
+        assert parse(outer % inner, DECLARED).calls == ()
+        step = parse((outer % "1") + inner, DECLARED)
+        assert len(step.calls) == (0 if outer.endswith("%s") else 1)
+
+
+@pytest.mark.parametrize("bag, reason", [
+    ('{"a":NaN}', "NaN"), ('{"a":1,"a":2}', "same key twice"), ('{"a":1e999}', "too large"),
+    ('{"a":"\\d"}', "not JSON"), ('{"a":f()}', "Call is not a literal"), ('{"a":', "truncated")])
+def test_the_reason_names_what_is_wrong(bag, reason):
+    text = '{"type":"function","name":"q","parameters":%s}' % bag
+    for parse in (parse_json_calls, parse_hermes, parse_llama_json):
+        step = parse(text, DECLARED)
+        assert step.calls == () and len(step.errors) == 1 and reason in step.errors[0]
+
+
+def test_bare_objects_may_be_python_literals():
+    text = "{'name': 'q', 'parameters': {'v': None, 's': 'None', 'ok': True}}"
+    assert only(parse_json_calls(text, DECLARED)) == ("q", {"v": None, "s": "None", "ok": True})
+
+
 def test_tagged_calls_leave_json_in_prose_alone():
     step = parse_hermes('{"name":"ls","arguments":{}} ' + A, DECLARED)
     assert [c.name for c in step.calls] == ["A"]
 
 
+# ------------------------------------------------------------------------------ Llama
+
+F = '{"name":"f","parameters":{"q":"x"}}'
+Q = '{"name":"q","parameters":{"k":"<|eot_id|>"}}'
+
+
+@pytest.mark.parametrize("start", ["", "<|python_tag|>", " <|python_tag|>\n"])
+@pytest.mark.parametrize("end", ["", "<|eot_id|>", "<|eom_id|>", "\n<|eom_id|> <|eot_id|>\n"])
+def test_llama_forms_with_and_without_their_tokens(start, end):
+    quoted = ToolCall("q", {"k": "<|eot_id|>"})
+    for separator in (";", "\n", "; ", ";\n;"):
+        step = parse_llama_json(start + F + separator + Q + end, DECLARED)
+        assert step == ParsedText(calls=(ToolCall("f", {"q": "x"}), quoted))
+    step = parse_llama_pythonic(start + "[ls(), q(k='<|eot_id|>')]" + end, TOOLS)
+    assert step == ParsedText(calls=(ToolCall("ls", {}), quoted))
+    for parse, tools in ((parse_llama_json, DECLARED), (parse_llama_pythonic, TOOLS)):
+        assert parse("All done." + end, tools) == ParsedText(text="All done.")
+
+
+def test_llama_calls_of_other_tools_are_errors_where_a_call_is_meant():
+    other = '{"name":"rm","parameters":{}}'
+    for text in (other, f"{F};{other}", f"<|python_tag|>{other}", f"[{other}]",
+                 f"<|python_tag|>Well: {other}"):
+        step = parse_llama_json(text, DECLARED)
+        assert step.errors == ("'rm' is not a declared tool",)
+        assert [c.name for c in step.calls] == (["f"] if F in text else [])
+    assert parse_llama_json(f"Sure: {other}", DECLARED) == ParsedText(text=f"Sure: {other}")
+    assert parse_llama_json('{"name":"rm"}', DECLARED) == ParsedText(text='{"name":"rm"}')
+
+
+def test_llama_tag_without_a_call_is_an_error():
+    for text in ("<|python_tag|>", "<|python_tag|>import os", "<|python_tag|>[]<|eom_id|>"):
+        for step in (parse_llama_json(text, DECLARED), parse_llama_pythonic(text, TOOLS)):
+            assert step.calls == () and "no call follows" in step.errors[0]
+    step = parse_llama_pythonic('<|python_tag|>brave_search.call(query="x")', TOOLS)
+    assert step.errors == ("'brave_search.call' is not a declared tool",)
+
+
 # ------------------------------------------------------------------------------ call list
+
+
+def test_text_that_looks_like_calls_inside_a_string_is_left_alone():
+    content = "run cd (x) then touch(y); hello (world)"
+    for text in (f"[write(content='{content}', path='a.txt')]", f"write('a.txt', '{content}')"):
+        assert only(parse_call_list(text, TOOLS)) == (
+            "write", {"content": content, "path": "a.txt"})
+
+
+def test_a_fenced_list_keeps_odd_line_ends_in_its_strings():
+    text = "```python\n[q(k='''a\u2028b\x0cc''')]\n```"
+    assert only(parse_call_list(text, TOOLS)) == ("q", {"k": "a\u2028b\x0cc"})
 
 
 def test_commas_brackets_and_quotes_inside_strings():
@@ -229,6 +325,7 @@ def test_forms_of_a_list():
     assert parse_call_list("[]", TOOLS) == ParsedText()
     # Python folds wide letters; the name is checked after that.
     assert only(parse_call_list("[ｌｓ()]", TOOLS)) == ("ls", {})
+    assert "'k' twice" in parse_call_list("[q(k=1, ｋ=2)]", TOOLS).errors[0]
 
 
 @pytest.mark.parametrize("text", [
@@ -255,6 +352,23 @@ def test_int_and_text_limits():
     assert step.calls == () and "over 64 calls" in step.errors[-1]
     assert len(parse_hermes(A * 64).calls) == 64
     assert parse_hermes(A * 3, limits=Limits(max_calls=2)).calls == ()
+    many = '{"name":"ls","parameters":{}}\n' * 65
+    for step in (parse_llama_json(many, DECLARED), parse_llama_json(many[:-2], DECLARED),
+                 parse_call_list("[" + "ls()," * 65 + "]", TOOLS)):
+        assert step.calls == () and step.errors == ("over 64 calls in one message",)
+
+
+def test_names_are_names_and_reasons_are_short():
+    for name in ("ls()", "a b", "", ".ls", "a..b", "ls\n", "l\0s", "\ud800", "x" * 201, "7"):
+        step = parse_hermes('<tool_call>%s</tool_call>' % json.dumps(
+            {"name": name, "arguments": {}}))
+        assert step.calls == () and 0 < len(step.errors[0].encode()) <= 250
+    for name in ("ls", "Files.ls", "get-weather", "_x"):
+        assert only(parse_hermes(block(name, "{}"))) == (name, {})
+    assert "name of over 200" in parse_hermes(block("q", '{"%s":1}' % ("k" * 201))).errors[0]
+    for text in ("[%s()]" % ("x" * 40_000), "[q(%s=1, %s=1)]" % (("x" * 20_000,) * 2),
+                 "[q({'%s': 1, '%s': 1})]" % (("x" * 20_000,) * 2)):
+        assert len(parse_call_list(text, TOOLS).errors[0]) <= 200
 
 
 # ------------------------------------------------------------------------------ properties
@@ -273,8 +387,14 @@ CALLS = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(CALLS)
 def test_written_calls_read_back(calls):
+    names = {spec.name for spec in TOOLS}
+    bare, listed = format_llama_json(calls), format_call_list(calls)
     for step in (parse_hermes(format_hermes(calls)),
-                 parse_call_list(format_call_list(calls), TOOLS)):
+                 parse_hermes("\n".join(map(format_call, calls)), names),
+                 parse_llama_json(bare, names),
+                 parse_llama_json(f"<|python_tag|>{bare}<|eom_id|>", names),
+                 parse_call_list(listed, TOOLS), parse_llama_pythonic(listed, TOOLS),
+                 parse_llama_pythonic(f"<|python_tag|>{listed}<|eot_id|>", TOOLS)):
         assert step.errors == () and step.calls == tuple(calls)
         assert json.dumps([c.arguments for c in step.calls]) == json.dumps(
             [c.arguments for c in calls])  # 1, 1.0 and True apart
@@ -285,15 +405,24 @@ def test_writing_refuses_what_cannot_be_read_back():
         format_call_list([ToolCall("ls", {"a b": 1})])
     with pytest.raises(ValueError, match="no keyword name"):
         format_call_list([ToolCall("ls", {"class": 1})])
-    with pytest.raises(ValueError, match="JSON compliant"):
-        format_hermes([ToolCall("ls", {"a": math.inf})])
-    with pytest.raises(ValueError, match="JSON compliant"):
-        format_call_list([ToolCall("ls", {"a": math.nan})])
+    with pytest.raises(ValueError, match="no keyword name"):
+        format_call_list([ToolCall("ls", {"ｋ": 1})])  # would come back as k
+    for name in ("ｌｓ", "get-weather", "class", "a.if"):
+        with pytest.raises(ValueError, match="no name in Python"):
+            format_call_list([ToolCall(name, {})])
+    deep = json.loads("[" * 40 + "]" * 40)
+    for write in (format_hermes, format_call_list, format_llama_json):
+        for value in (math.inf, math.nan):
+            with pytest.raises(ValueError, match="JSON compliant"):
+                write([ToolCall("ls", {"a": value})])
+        for name, value in (("ls", {1}), ("ls", deep), ("ls", "\ud800"), ("a b", 1)):
+            with pytest.raises(ValueError, match="cannot be written"):
+                write([ToolCall(name, {"a": value})])
 
 
 PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":"ls","arguments":', "{",
-          "}", "[", "]", "(", ")", "'", '"', "\\", "\\u", "ls", "q(k=", ",", "1", "-", "None", "```",
-          "\n", ";", "é", "\ud800", "\0", "*", "**", ":", "lambda", "1e999", " "]
+          "}", "[", "]", "(", ")", "'", '"', "\\", "\\u", "ls", "q(k=", ",", "1", "-", "None",
+          "```", "\n", ";", "é", "\ud800", "\0", "*", "**", ":", "lambda", "1e999", " "]
 
 
 def test_random_garbage_never_raises():
@@ -306,11 +435,19 @@ def test_random_garbage_never_raises():
                 assert isinstance(step, ParsedText)
 
 
+def test_a_string_that_never_ends_ends_the_scan():
+    """Read as '' and a lone quote, each of many would be looked for up to the end of the text."""
+    for text in ("[q('''x'\\)]", '[q("""x"\\)]', "[q('x)]", '[q("x)]'):
+        assert parse_call_list(text, TOOLS).errors == ("truncated: a call is cut off",)
+
+
 def test_hostile_texts_cost_little_work():
     """Work is bounded by counting interpreter calls, not by a clock."""
     hostile = ["<tool_call>" * 4500, "{" * 50_000, '{"a":' * 9000, "</think>" * 6000,
                "<tool_call>{'a':" * 3000 + "</tool_call>" * 500, "[q('" + "\\" * 49_000,
-               "[q(" * 15_000, "['''" * 9000, '{"name":"q","arguments":"' * 1700]
+               "[q(" * 15_000, "['''" * 9000, '{"]' * 16_000, "<|eot_id|>" * 5000,
+               '{"name":"q","parameters":' * 1900, "</think>{'" * 5000,
+               '{"name":"q","arguments":"' * 1700]
     for text in hostile:
         count = 0
 
@@ -321,7 +458,9 @@ def test_hostile_texts_cost_little_work():
         sys.setprofile(tick)
         try:
             parse_hermes(text, DECLARED)
+            parse_llama_json(text, DECLARED)
             parse_call_list(text, TOOLS)
+            parse_llama_pythonic(text, TOOLS)
         finally:
             sys.setprofile(None)
-        assert count < 200_000, text[:20]
+        assert count < 10 * len(text), text[:20]  # of four parsers together

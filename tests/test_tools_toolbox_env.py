@@ -222,9 +222,9 @@ def test_scoring_needs_the_state_and_every_gold_result():
 
 def test_turns_without_gold_pass_with_words_alone():
     assert score(task(()), ()) == [(True, True)]
-    assert score(task(()), (), said="  ") == [(True, False)]
-    assert score(task(()), (FIND,)) == [(True, False)]
-    assert score(task(()), (ToolCall("nothing", {}),)) == [(True, False)]
+    assert score(task(()), (), said="  ") == [(False, False)]
+    assert score(task(()), (FIND,)) == [(False, False)]
+    assert score(task(()), (ToolCall("nothing", {}),)) == [(False, False)]
 
 
 def test_outcomes_count_calls_and_errors():

@@ -22,8 +22,9 @@ from rods_jax import checkpoint, metrics
 from rods_jax.config import UserError
 from rods_jax.rollout.engine import make_prompt
 from rods_jax.task_pool import Origin, Status, is_live
-from rods_jax.tasks.leakage import HELD_OUT_SPLITS, HeldOutGuard
+from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.train import Run, train
+from rods_jax.tools.host import InProcessHost
 from rods_jax.types import Source, Task
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -113,7 +114,7 @@ def test_an_admission_takes_at_most_its_share(whole):
 def test_what_entered_the_pool_is_new_and_not_held_out(run):
     run, _ = run
     suite = run.parts.suite
-    guard = HeldOutGuard(task for name in HELD_OUT_SPLITS["toolbox"] for task in suite.split(name))
+    guard = HeldOutGuard(task for name in suite.held_out for task in suite.split(name))
     seeds = {task.uid: task for task in run.seeds}
     generated = [Task.from_json(row) for _, row in run.table.state()["generated"]]
     assert len(generated) == run.counters.admitted > 0
@@ -220,7 +221,7 @@ class Broken:
     def __getattr__(self, name):
         return getattr(self._suite, name)
 
-    def make_env(self, task):
+    def make_env(self, task, hints=False):
         if task.uid == self._uid:
             raise ConnectionError("no worker")
         return self._suite.make_env(task)
@@ -229,7 +230,7 @@ class Broken:
 def test_a_broken_environment_costs_its_own_samples_only(folder, whole):
     run = Run(tiny_config(), folder / "broken", folder / "cache")
     broken = run.seeds[2]
-    run.engine.suite = Broken(run.engine.suite, broken.uid)
+    run.engine.host = InProcessHost(Broken(run.engine.suite, broken.uid))
     serial = run.table.serial(broken.uid)
     for step in range(4):
         row = run.train_step()

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -20,14 +20,17 @@ import numpy as np
 from rods_jax.models.decoder import Decoder
 from rods_jax.rollout.sampler import SamplerConfig, init_slots, make_prefill, make_wave
 from rods_jax.text.formats import ChatFormat, Dialogue
-from rods_jax.tools.env import Environment, Suite
-from rods_jax.types import Author, EndReason, Task, Trajectory, TurnOutcome
+from rods_jax.tools.env import Suite
+from rods_jax.tools.host import Host, InProcessHost, Outage, Pending, ToolCrash
+from rods_jax.types import Author, EndReason, ParsedStep, Task, Trajectory, TurnOutcome
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     max_steps: int = 8  # assistant messages a user turn
     stop_on_failed_turn: bool = True  # later turns rest on this one's state
+    malformed_ends_turn: bool = False  # else the agent is told and may try again
+    score_cut_turn: bool = False  # a last turn that ran out of steps is scored as it stands
 
     def __post_init__(self):
         if self.max_steps < 1:
@@ -61,16 +64,25 @@ class RolloutStats:
     total_s: float = 0.0
     ends: Counter = dataclasses.field(default_factory=Counter)
     env_errors: Counter = dataclasses.field(default_factory=Counter)  # by exception type
+    crashes: Counter = dataclasses.field(default_factory=Counter)  # by reason, see tools/host.py
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """A message that waits for its environment; `pending` None where nothing was to be run."""
+
+    step: ParsedStep
+    pending: Pending | None
+    ends_turn: bool = False
 
 
 class _Rollout:
     """One rollout in a slot: what the host knows of it."""
 
-    def __init__(self, prompt: Prompt, group: int, sample: int):
-        self.group, self.sample = group, sample
+    def __init__(self, prompt: Prompt, group: int, sample: int, handle: int):
+        self.group, self.sample, self.handle = group, sample, handle
         self.task = prompt.task
         self.dialogue = prompt.dialogue.clone()
-        self._env: Environment | None = None
         self.tokens = list(prompt.ids)
         self.author = [Author.PROMPT] * len(prompt.ids)
         self.logprobs = [0.0] * len(prompt.ids)
@@ -78,13 +90,6 @@ class _Rollout:
         self.message: list[int] = []  # the assistant message being sampled
         self.outcomes: list[TurnOutcome] = []
         self.turn_steps = self.n_steps = self.n_malformed = 0
-
-    def env(self, suite: Suite) -> Environment:
-        """Made when first needed: that may fail like every other use of it."""
-        if self._env is None:
-            self._env = suite.make_env(self.task)
-            self._env.begin_turn()
-        return self._env
 
     def insert(self, ids: Sequence[int]) -> None:
         self.tokens.extend(ids)
@@ -112,9 +117,10 @@ class Engine:
     """Owns the compiled programs and the slots; the weights come with every call."""
 
     def __init__(self, decoder: Decoder, sampler: SamplerConfig, config: EngineConfig,
-                 chat: ChatFormat, suite: Suite):
+                 chat: ChatFormat, suite: Suite, host: Host | None = None):
+        """`host` runs the environments; by default they run in this process."""
         self.decoder, self.sampler, self.config = decoder, sampler, config
-        self.chat, self.suite = chat, suite
+        self.chat, self.suite, self.host = chat, suite, host or InProcessHost(suite)
         self._slots = init_slots(decoder, sampler)
         self._prefill = jax.jit(make_prefill(decoder, sampler), donate_argnums=1)
         self._waves = {
@@ -122,10 +128,12 @@ class Engine:
             for bucket in sampler.buckets}
 
     def run(self, params, prompts: Sequence[Prompt], group_size: int, key: jax.Array,
-            temperature: float) -> tuple[list[list[Trajectory]], RolloutStats]:
+            temperature: float, hints: bool = False,
+            ) -> tuple[list[list[Trajectory]], RolloutStats]:
         """Rolls out every prompt `group_size` times. Returns trajectories [T][G] in the
         order of `prompts`. `key` is made from the run's seed and the step; temperature 0
-        is greedy."""
+        is greedy. `hints`: the tools say what would help after a failed call. Raises Outage
+        where worker processes cannot be kept up."""
         self.check(prompts, group_size)
         began, stats = time.perf_counter(), RolloutStats()
         done: list[list[Trajectory | None]] = [[None] * group_size for _ in prompts]
@@ -135,11 +143,12 @@ class Engine:
         live: list[_Rollout | None] = [None] * self.sampler.slots
         who_Bx2 = np.zeros((self.sampler.slots, 2), np.uint32)
         while queue or any(live):
-            self._refill(params, prompts, group_size, queue, live, who_Bx2)
+            self._refill(params, prompts, group_size, queue, live, who_Bx2, hints)
             ended = self._wave(params, live, key, who_Bx2, np.float32(temperature), stats)
             for slot, end in ended.items():
                 rollout = live[slot]
                 done[rollout.group][rollout.sample] = rollout.finish(end)
+                self.host.finish(rollout.handle)
                 live[slot] = None
                 stats.ends[end.value] += 1
         stats.rollouts = len(prompts) * group_size
@@ -157,7 +166,7 @@ class Engine:
                     f"prompt of task {prompt.task.uid} has {len(prompt.ids)} tokens, "
                     f"sampler.prompt_len is {self.sampler.prompt_len}: raise it or drop the task")
 
-    def _refill(self, params, prompts, group_size, queue, live, who_Bx2) -> None:
+    def _refill(self, params, prompts, group_size, queue, live, who_Bx2, hints) -> None:
         """Starts whole groups while there is room for as many as one prefill takes."""
         at_once = min(self.sampler.prefill_groups, self.sampler.slots // group_size)
         while queue:
@@ -175,7 +184,8 @@ class Engine:
                 length_T[t] = len(prompt.ids)
                 for sample in range(group_size):
                     slot = free.pop()
-                    live[slot] = _Rollout(prompt, group, sample)
+                    handle = self.host.start(prompt.task, hints)
+                    live[slot] = _Rollout(prompt, group, sample, handle)
                     group_B[slot] = t
                     who_Bx2[slot] = task_key(prompt.task.uid), sample
             self._slots = self._prefill(params, self._slots, tokens_TxP, length_T, group_B)
@@ -210,7 +220,7 @@ class Engine:
         stats.sampled_tokens += int(out.count_B.sum())
         stats.inserted_tokens += int(n_B.sum())
 
-        ended = {}
+        steps: dict[int, _Asked | EndReason | None] = {}
         for slot, rollout in enumerate(live):
             if rollout is None:
                 continue
@@ -219,60 +229,78 @@ class Engine:
                 rollout.sampled(out.tokens_BxM[slot, :n].tolist(),
                                 out.logprobs_BxM[slot, :n].tolist())
             if out.length_B[slot] != len(rollout.tokens) - len(rollout.pending):
-                end = EndReason.DRIFT
-            elif not sample_B[slot]:
-                end = None
-            else:
-                end = self._advance(rollout, bool(out.stopped_B[slot]), stats)
-            if end is not None:
-                ended[slot] = end
-        return ended
+                steps[slot] = EndReason.DRIFT
+            elif sample_B[slot]:
+                steps[slot] = self._safely(
+                    lambda: self._ask(rollout, bool(out.stopped_B[slot])), stats)
+        # All were asked before the first is waited for, so workers run side by side.
+        for slot, step in steps.items():
+            if isinstance(step, _Asked):
+                steps[slot] = self._safely(lambda: self._answer(live[slot], step), stats)
+        return {slot: end for slot, end in steps.items() if end is not None}
 
-    def _advance(self, rollout: _Rollout, stopped: bool, stats: RolloutStats) -> EndReason | None:
-        """After a wave in which the rollout sampled: acts on a complete message."""
+    def _ask(self, rollout: _Rollout, stopped: bool) -> EndReason | _Asked | None:
+        """After a wave in which the rollout sampled: parses a complete message and sends what
+        it wants to the environment. None: the message goes on."""
         if not stopped:
             room = (len(rollout.message) < self.sampler.max_new
                     and len(rollout.tokens) < self.sampler.max_len)
             return None if room else EndReason.TOKEN_LIMIT
         message, rollout.message = rollout.message, []
-        try:
-            end, ids = self._act(rollout, message)
-        # The environment broke, by no fault of the policy; a simulator may even call exit.
-        except (Exception, SystemExit) as error:
-            stats.env_errors[type(error).__name__] += 1
-            return EndReason.ENV_ERROR
-        if end is not None:
-            return end
+        step = rollout.dialogue.parse(message)
+        rollout.n_steps += 1
+        rollout.turn_steps += 1
+        rollout.n_malformed += bool(step.errors)
+        if step.errors and not self.config.malformed_ends_turn:
+            return _Asked(step, None)
+        if step.calls and not step.errors:
+            return _Asked(step, self.host.execute(rollout.handle, step.calls))
+        return _Asked(step, self.host.end_turn(rollout.handle, step.text), ends_turn=True)
+
+    def _answer(self, rollout: _Rollout, asked: _Asked) -> EndReason | None:
+        """Takes the environment's answer: ends the rollout or inserts what comes next."""
+        if asked.ends_turn:
+            outcome, turn = asked.pending.result()
+            rollout.outcomes.append(outcome)
+            rollout.turn_steps = 0
+            if turn is None:
+                return EndReason.DONE
+            if self.config.stop_on_failed_turn and not outcome.passed:
+                return EndReason.FAILED_TURN
+            return self._insert(rollout, rollout.dialogue.user(turn))
+        if asked.pending is None:
+            ids = rollout.dialogue.errors(asked.step.errors)
+        else:
+            ids = rollout.dialogue.results(asked.step.calls, asked.pending.result())
+        if rollout.turn_steps < self.config.max_steps:
+            return self._insert(rollout, ids)
+        last = len(rollout.outcomes) + 1 == len(rollout.task.turns)
+        if self.config.score_cut_turn and last:
+            outcome, _ = self.host.end_turn(rollout.handle, "").result()
+            rollout.outcomes.append(outcome)
+        return EndReason.STEP_LIMIT
+
+    def _insert(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
         # One token must be left to sample, or the message could not even be empty.
         if len(rollout.tokens) + len(ids) >= self.sampler.max_len:
             return EndReason.TOKEN_LIMIT
         rollout.insert(ids)
         return None
 
-    def _act(self, rollout: _Rollout, message: list[int]) -> tuple[EndReason | None, list[int]]:
-        """Parses a message, executes it or ends the turn; returns the ids to insert."""
-        env, step = rollout.env(self.suite), rollout.dialogue.parse(message)
-        rollout.n_steps += 1
-        rollout.turn_steps += 1
-        if step.errors or step.calls:
-            if step.errors:
-                rollout.n_malformed += 1
-                ids = rollout.dialogue.errors(step.errors)
-            else:
-                results = env.execute(step.calls)
-                ids = rollout.dialogue.results(step.calls, results)
-            if rollout.turn_steps >= self.config.max_steps:
-                return EndReason.STEP_LIMIT, []
-            return None, ids
-        outcome = env.end_turn(step.text)
-        rollout.outcomes.append(outcome)
-        rollout.turn_steps = 0
-        turn = env.begin_turn()
-        if turn is None:
-            return EndReason.DONE, []
-        if self.config.stop_on_failed_turn and not outcome.passed:
-            return EndReason.FAILED_TURN, []
-        return None, rollout.dialogue.user(turn)
+    def _safely(self, step: Callable[[], _Asked | EndReason | None], stats: RolloutStats,
+                ) -> _Asked | EndReason | None:
+        """A step whose environment may break. A call that took its worker down is the policy's
+        doing; any other failure is not, and a simulator may even call exit."""
+        try:
+            return step()
+        except ToolCrash as crash:
+            stats.crashes[crash.reason.value] += 1
+            return EndReason.TOOL_CRASH
+        except Outage:
+            raise
+        except (Exception, SystemExit) as error:
+            stats.env_errors[getattr(error, "kind", type(error).__name__)] += 1
+            return EndReason.ENV_ERROR
 
 
 def _messages(task: Task) -> int:

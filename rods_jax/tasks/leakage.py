@@ -11,15 +11,12 @@ import enum
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rods_jax.tasks.trace import words
-from rods_jax.types import Json, Task
+from rods_jax.types import Json, Source, Task
 
 VARIANT_MARK = "~"  # joins a variant's uid and scenario to its parent's
-
-# By suite: the splits that are kept for evaluation, whole, however few of it a run looks at.
-HELD_OUT_SPLITS = {"toolbox": ("held_in", "new_structures"), "bfcl": ("held_in",)}
 
 
 class Leak(str, enum.Enum):
@@ -47,15 +44,24 @@ def gold_hash(task: Task) -> str | None:
     return _hash(calls) if any(arguments for _, arguments in calls) else None
 
 
+def crossing(train: Iterable[Task], held_in: Sequence[Task]) -> float:
+    """Share of held-in tasks whose scenario also trains."""
+    scenarios = {task.scenario for task in train}
+    return sum(task.scenario in scenarios for task in held_in) / max(len(held_in), 1)
+
+
 class HeldOutGuard:
     """Refuses candidates that equal a held-in evaluation task.
 
-    With `lineage`, a variant whose line began at a held-in scenario is refused too.
+    With `lineage`, a variant whose line began at a held-in scenario is refused too. With
+    `siblings_cross` the split itself puts siblings on both sides: seeds pass and scenarios
+    are not looked at, but a variant with a held-in task's texts or gold is still refused.
     `counts` says how many were refused, by reason.
     """
 
-    def __init__(self, held_in: Iterable[Task] = (), *, lineage: bool = True):
-        self._lineage = lineage
+    def __init__(self, held_in: Iterable[Task] = (), *, lineage: bool = True,
+                 siblings_cross: bool = False):
+        self._lineage, self._siblings_cross = lineage, siblings_cross
         self._content, self._texts, self._golds, self._scenarios = set(), set(), set(), set()
         for task in held_in:
             self._content.add(task.content_hash)
@@ -68,10 +74,12 @@ class HeldOutGuard:
 
     def leak(self, task: Task) -> Leak | None:
         """The reason why the task must stay out, or None. Pure: counts nothing."""
+        if self._siblings_cross and task.source is Source.SEED:
+            return None
         if task.content_hash in self._content:
             return Leak.CONTENT
-        if task.scenario in self._scenarios or (
-                self._lineage and root_scenario(task.scenario) in self._scenarios):
+        if not self._siblings_cross and (task.scenario in self._scenarios or (
+                self._lineage and root_scenario(task.scenario) in self._scenarios)):
             return Leak.SCENARIO
         if text_hash(task) in self._texts:
             return Leak.TEXT

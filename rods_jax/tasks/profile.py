@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rods_jax.tasks.replay import replay, result_json
 from rods_jax.tasks.trace import NO_SOURCE, Origin, ValueTrace, trace
@@ -66,6 +66,27 @@ class Profile:
             "flow": [[call, argument, origin.value] for call, argument, origin in self.flow],
             "cross_turn": self.cross_turn,
         }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Json]) -> Profile:
+        """What `to_json` wrote, also after a trip through a file. ValueError, one line, where
+        the row is not that."""
+        try:
+            known = cls(
+                category=Category(row["category"]), calls=tuple(row["calls"]),
+                calls_per_turn=tuple(row["calls_per_turn"]),
+                edges=tuple(Edge(*edge) for edge in row["edges"]), depth=row["depth"],
+                flow=tuple((call, argument, Origin(origin))
+                           for call, argument, origin in row["flow"]),
+                cross_turn=row["cross_turn"])
+            if known.to_json() != row or sum(known.calls_per_turn) != len(known.calls):
+                raise ValueError("its fields do not fit together")
+        except KeyError as error:
+            raise ValueError(f"not a profile: it lacks the field {error}; "
+                             "measure the task again") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a profile: {error}; measure the task again") from error
+        return known
 
     def __str__(self) -> str:
         turn_of = self.turn_of_call

@@ -30,6 +30,7 @@ import numpy as np
 
 from rods_jax.text.positional import Atom, Mark, decode_calls, encode_calls
 from rods_jax.tools.env import UserTurn
+from rods_jax.tools.literals import LIMITS
 from rods_jax.types import Json, ParsedStep, Task, ToolCall, ToolResult, ToolSpec
 
 # Words the format itself needs beside the lexicon: visibility and JSON literals.
@@ -171,6 +172,8 @@ class CompactDialogue:
         atoms = [self._atom(i) for i in body]
         if ids[-1] == self._mark(Mark.GO):
             calls, errors = decode_calls(atoms, form.specs)
+            if len(calls) + len(errors) > LIMITS.max_calls:
+                return ParsedStep(errors=(f"over {LIMITS.max_calls} calls in one message",))
             return ParsedStep(calls=calls, errors=errors)
         for atom in atoms:
             if isinstance(atom, Mark) and atom is not Mark.UNK:

@@ -16,10 +16,15 @@ from collections.abc import Mapping, Sequence
 from rods_jax.tasks.profile import base_form
 from rods_jax.tools import bfcl_augment, bfcl_data, bfcl_plan, bfcl_write
 from rods_jax.tools.bfcl_data import SUSPECT
-from rods_jax.tools.bfcl_env import BFCLEnv, Scoring
+from rods_jax.tools.bfcl_env import BFCLEnv, gold_runs
+from rods_jax.tools.bfcl_hints import bfcl_hint
+from rods_jax.tools.env import Environment
+from rods_jax.tools.hints import HintedEnv
+from rods_jax.tools.scoring import Scoring
+from rods_jax.tools.suites import SplitRule
 from rods_jax.types import CATEGORIES, Category, Plan, Source, Task, ToolSpec
 
-__all__ = ["SUSPECT", "BFCLSuite", "Scoring"]
+__all__ = ["SUSPECT", "BFCLSuite"]
 
 SPLITS = ("train", "held_in")
 
@@ -28,12 +33,20 @@ class BFCLSuite:
     """Implements rods_jax.tools.env.Suite. ValueError where bfcl-eval is not installed."""
 
     name = "bfcl"
+    held_out = ("held_in",)
 
-    def __init__(self, scoring: Scoring = Scoring.NUMERIC, domains: Sequence[str] = ()):
-        """`domains`: the splits hold only tasks that need no other; () leaves all."""
+    def __init__(self, scoring: Scoring = Scoring(), domains: Sequence[str] = (),
+                 split_rule: SplitRule = SplitRule.GROUPED, split_seed: int = 0,
+                 keep_suspect: bool = False):
+        """`domains`: the splits hold only tasks that need no other; () leaves all.
+        `split_rule`, `split_seed`: who is held in. `keep_suspect`: training too keeps the
+        tasks whose gold cannot be derived, which would sit in the pool as hard ones for
+        ever; held-in tasks always keep them."""
         for domain in domains:
             bfcl_data.domain_specs(domain)  # raises on an unknown one
-        self.scoring = scoring
+        self.scoring, self._gold = scoring, gold_runs(scoring)
+        self.siblings_cross = split_rule is SplitRule.PAPER
+        self._rule, self._seed, self._keep_suspect = split_rule, split_seed, keep_suspect
         self.domains = tuple(domains) or bfcl_data.DOMAINS
         self.tasks = bfcl_data.load_tasks()
         self._base = {t.scenario: t for t in self.tasks if t.category is Category.BASE}
@@ -41,37 +54,41 @@ class BFCLSuite:
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         return tuple(spec for domain in domains for spec in bfcl_data.domain_specs(domain))
 
-    def split(self, name: str, seed: int = 0, drop_suspect: bool | None = None,
-              ) -> tuple[Task, ...]:
-        """"train" or "held_in": 100 scenarios a side, so 400 tasks, 100 a category, and no
-        task with a sibling on the other side. The paper splits each category on its own;
-        that leaves most held-in tasks with a sibling in training, so scores on this split
-        are not comparable with it task by task. Categories take turns, and siblings lie far
-        apart: the first tasks tell different stories. `drop_suspect` leaves out the tasks
-        whose gold cannot be derived, which would sit in the pool as hard ones for ever; by
-        default the training side drops them."""
+    def split(self, name: str) -> tuple[Task, ...]:
+        """"train" or "held_in": 100 tasks a category each. GROUPED draws 100 scenarios a
+        side, so that no task has a sibling on the other; PAPER draws each category on its
+        own, which leaves most held-in tasks with a sibling in training (tasks.leakage.crossing),
+        so scores on the two are not comparable task by task. Categories take turns, and siblings
+        lie far apart: the first tasks tell different stories."""
         if name not in SPLITS:
             raise ValueError(f"unknown split {name!r}, use one of {', '.join(SPLITS)}")
-        order = list(range(bfcl_data.N_SCENARIOS))
-        random.Random(seed).shuffle(order)
-        half = bfcl_data.N_SCENARIOS // 2
-        side = order[:half] if name == "train" else order[half:]
-        drop = name == "train" if drop_suspect is None else drop_suspect
         by_place = {(t.category, t.scenario): t for t in self.tasks}
+        drop = name == "train" and not self._keep_suspect
         columns = []
         for c, category in enumerate(CATEGORIES):
-            start = c * half // len(CATEGORIES)
+            side = self._side(name, category)
+            start = 0 if self.siblings_cross else c * len(side) // len(CATEGORIES)
             tasks = [by_place[category, f"bfcl-{i}"] for i in side[start:] + side[:start]]
             columns.append([t for t in tasks if set(t.domains) <= set(self.domains)
                             and not (drop and t.uid in SUSPECT)])
         rows = itertools.zip_longest(*columns)
         return tuple(t for row in rows for t in row if t is not None)
 
+    def _side(self, name: str, category: Category) -> list[int]:
+        """The scenario numbers of one side, shuffled; one order for all categories where
+        siblings must stay together."""
+        own = f"{self._seed}-{category.value}" if self.siblings_cross else self._seed
+        order = list(range(bfcl_data.N_SCENARIOS))
+        random.Random(own).shuffle(order)
+        half = bfcl_data.N_SCENARIOS // 2
+        return order[:half] if name == "train" else order[half:]
+
     def wordings(self, task: Task, count: int) -> tuple[Task, ...]:
         return (task,)
 
-    def make_env(self, task: Task) -> BFCLEnv:
-        return BFCLEnv(task, self.scoring)
+    def make_env(self, task: Task, hints: bool = False) -> Environment:
+        env = BFCLEnv(task, self.scoring, self._gold)
+        return HintedEnv(env, bfcl_hint) if hints else env
 
     def gold_reply(self, task: Task, turn: int) -> str:
         current = task.turns[turn]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from rods_jax.tools.bfcl_entities import strings_of
-from rods_jax.tools.bfcl_env import replay
+from rods_jax.tools.bfcl_sandbox import replay
 from rods_jax.tools.bfcl_plan import distinctive, leaves, parse_result
 from rods_jax.tools.bfcl_swaps import NUMBER, mentions, scalars, token_value
 from rods_jax.types import Category, Json, Task, Turn

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rods_jax.tools import bfcl_entities as entities
-from rods_jax.tools.bfcl_env import Sandbox
+from rods_jax.tools.bfcl_sandbox import Sandbox
 from rods_jax.tools.bfcl_swaps import NUMBER, Swaps, map_config, mentions, scalars, token_value
 from rods_jax.types import Json, Plan, PlannedCall, Ref, Task, ToolCall
 

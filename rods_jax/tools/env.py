@@ -51,6 +51,8 @@ class Suite(Protocol):
 
     name: str
     domains: tuple[str, ...]
+    held_out: tuple[str, ...]  # splits kept for evaluation, whole, however few a run looks at
+    siblings_cross: bool  # whether held-in tasks may have siblings in "train", as declared
 
     def split(self, name: str) -> Sequence[Task]:
         """The tasks of "train", "held_in" or another split of the suite, categories
@@ -63,7 +65,9 @@ class Suite(Protocol):
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         """All tools of these domains, in a fixed order."""
 
-    def make_env(self, task: Task) -> Environment: ...
+    def make_env(self, task: Task, hints: bool = False) -> Environment:
+        """A fresh rollout of the task. `hints`: failed calls are answered with what was wrong
+        and what would help (the environment-augmentation baseline); never in evaluation."""
 
     def gold_reply(self, task: Task, turn: int) -> str:
         """A closing message an expert would say in that turn, after the gold calls."""

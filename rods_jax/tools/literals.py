@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 import re
 import warnings
+from collections.abc import Mapping
 
 from rods_jax.types import Json
 
@@ -25,6 +27,7 @@ class Limits:
     max_depth: int = 32  # of nested lists and objects in an argument
     max_calls: int = 64
     max_digits: int = 300  # of an integer
+    max_name: int = 200  # characters of a tool's or an argument's name
 
 
 LIMITS = Limits()
@@ -41,10 +44,8 @@ _SPACE = re.compile(r"\s*")
 _PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
 
 
-def load_json(text: str, at: int, limits: Limits) -> tuple[Json, int]:
-    """The JSON value that starts at `at` and the place after it. Raises Unreadable, or
-    json.JSONDecodeError where the text is no JSON."""
-
+@functools.lru_cache(maxsize=8)
+def _decoder(limits: Limits) -> json.JSONDecoder:
     def integer(digits: str) -> int:
         if len(digits) > limits.max_digits:
             raise Unreadable(f"an integer has over {limits.max_digits} digits")
@@ -63,13 +64,17 @@ def load_json(text: str, at: int, limits: Limits) -> tuple[Json, int]:
             raise Unreadable("an object has the same key twice")
         return made
 
-    decoder = json.JSONDecoder(parse_int=integer, parse_float=number, parse_constant=constant,
-                               object_pairs_hook=fields)
+    return json.JSONDecoder(parse_int=integer, parse_float=number, parse_constant=constant,
+                            object_pairs_hook=fields)
+
+
+def load_json(text: str, at: int, limits: Limits) -> tuple[Json, int]:
+    """The JSON value that starts at `at` and the place after it. Raises Unreadable, or
+    json.JSONDecodeError where the text is no JSON."""
     try:
-        value, end = decoder.raw_decode(text, at)
+        return _decoder(limits).raw_decode(text, at)
     except RecursionError:
         raise Unreadable(f"nests deeper than {limits.max_depth}") from None
-    return value, end
 
 
 def encodable(text: str) -> bool:
@@ -141,3 +146,27 @@ def value_of(text: str, limits: Limits) -> Json:
         except Unreadable:
             raise Unreadable(f"not JSON: {error.msg}") from None
         return literal(node, limits)
+
+
+_EXACT_INTEGER = re.compile(r"[+-]?[0-9]{1,300}")
+
+
+def coerce(arguments: Mapping[str, Json], parameters: Mapping[str, Json]) -> dict[str, Json]:
+    """Text given for an integer or number parameter, as that number where that is exact:
+    "1234567890123456789" keeps every digit. Everything else is left as it is."""
+    properties = parameters.get("properties") or {}
+    made = dict(arguments)
+    for key, value in arguments.items():
+        kind = properties.get(key, {}).get("type")
+        if not isinstance(value, str) or kind not in ("integer", "number", "float"):
+            continue
+        if _EXACT_INTEGER.fullmatch(value):
+            made[key] = int(value)
+        elif kind != "integer":
+            try:
+                number, _ = load_json(value, 0, LIMITS)
+            except (Unreadable, json.JSONDecodeError):
+                continue
+            if type(number) is float and json.dumps(number) == value:
+                made[key] = number
+    return made

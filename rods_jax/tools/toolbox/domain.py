@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rods_jax.tools.toolbox.entities import Maker
-from rods_jax.tools.toolbox.signature import Tool, ToolError, copy_json
+from rods_jax.tools.toolbox.signature import Tool, ToolError
+from rods_jax.types import copy_json
 
 UPCOMING = 9  # ids a world holds ready; a task makes at most that many calls
 

@@ -63,12 +63,3 @@ def schema(kind: str) -> dict[str, Any]:
     if kind == "currency":
         return {"type": "string", "enum": list(CURRENCIES)}
     return {"type": "string", "description": kind}
-
-
-def copy_json(value: Any) -> Any:
-    """Deep copy of JSON data; several times faster than copy.deepcopy."""
-    if isinstance(value, dict):
-        return {k: copy_json(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [copy_json(v) for v in value]
-    return value

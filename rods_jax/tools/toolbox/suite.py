@@ -6,16 +6,21 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
+from rods_jax.tools.env import Environment
+from rods_jax.tools.hints import HintedEnv
+from rods_jax.tools.scoring import Mode, Scoring
 from rods_jax.tools.toolbox import phrases
 from rods_jax.tools.toolbox.augment import augment_task, can_be_cluttered
-from rods_jax.tools.toolbox.env import ToolboxEnv
+from rods_jax.tools.toolbox.env import SCORING, ToolboxEnv, ToolboxWorld
 from rods_jax.tools.toolbox.generator import slots_of_shapes
 from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, tool_names
+from rods_jax.tools.toolbox.hints import toolbox_hint
 from rods_jax.tools.toolbox.planner import make_plan
 from rods_jax.tools.toolbox.repair import repair_plan
 from rods_jax.tools.toolbox.splits import split, wordings
 from rods_jax.tools.toolbox.structure import CallShape, call_shapes, depth
 from rods_jax.tools.toolbox.writer import write_turns
+from rods_jax.tools.twin import GoldRuns
 from rods_jax.types import Category, Plan, Task, ToolSpec
 
 OTHER_DOMAINS_SHARE = 0.5  # of variants that first try other domains than the seed's
@@ -26,6 +31,13 @@ class ToolboxSuite:
 
     name = "toolbox"
     domains = tuple(DOMAINS)
+    held_out = ("held_in", "new_structures")
+    siblings_cross = False
+
+    def __init__(self, scoring: Scoring = SCORING):
+        if scoring.mode is Mode.OFFICIAL:
+            raise ValueError("the toolbox has no official checker: use scoring mode train")
+        self.scoring, self._gold = scoring, GoldRuns(ToolboxWorld)
 
     def split(self, name: str) -> tuple[Task, ...]:
         """Tasks of "train", "held_in", "new_structures" or "warm"; see splits.py."""
@@ -37,8 +49,9 @@ class ToolboxSuite:
     def tools(self, domains: Sequence[str]) -> tuple[ToolSpec, ...]:
         return tuple(SPECS[name] for name in tool_names(domains))
 
-    def make_env(self, task: Task) -> ToolboxEnv:
-        return ToolboxEnv(task)
+    def make_env(self, task: Task, hints: bool = False) -> Environment:
+        env = ToolboxEnv(task, self.scoring, self._gold)
+        return HintedEnv(env, toolbox_hint) if hints else env
 
     def gold_reply(self, task: Task, turn: int) -> str:
         """One word: "done" after calls; where gold is empty, "unavailable" if the next turn

@@ -1,0 +1,360 @@
+"""Speed side by side: `python -m experiments.bench tools [--json FILE]`.
+
+`tools` replays and scores the gold calls of all 800 BFCL multi-turn tasks, here (official
+scoring) and with the checker of the package bfcl-eval, task by task in turn, in one process
+and one run. It ends with an error if any verdict is not "valid".
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import decimal
+import importlib
+import importlib.util
+import json
+import multiprocessing
+import pathlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.tasks.replay import Transcript, play
+from rods_jax.tools import bfcl_data
+from rods_jax.tools.bfcl import BFCLSuite
+from rods_jax.tools.env import Suite
+from rods_jax.tools.scoring import Mode, Scoring
+from rods_jax.types import CATEGORIES, Json, Task, ToolResult, TurnOutcome
+
+WORKERS = 2
+ALL = "all"
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(
+        prog="python -m experiments.bench", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = arguments.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    tools = commands.add_parser("tools", help="BFCL tasks, here and in bfcl-eval")
+    tools.add_argument("--repeats", type=int, default=5, help="counted passes over all tasks")
+    tools.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
+    tools.set_defaults(run=lambda args: bench_tools(args.repeats), table=tools_table)
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if args.repeats < 1:
+        raise UserError(f"--repeats is {args.repeats}: give at least 1")
+    if args.json and args.json != "-":
+        check_out(args.json)
+    found = args.run(args)
+    if args.json != "-":
+        print(args.table(found))
+    if args.json:
+        write_json(args.json, found)
+
+
+# ------------------------------------------------------------------------- the two sides
+
+
+def official_suite() -> BFCLSuite:
+    return BFCLSuite(Scoring(mode=Mode.OFFICIAL))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A task as the package's files have it. `gold`: turns of call texts."""
+
+    row: dict[str, Json]
+    gold: list[list[str]]
+
+
+class Package:
+    """bfcl-eval itself. What its calls leave behind in the process goes away with `clean`,
+    so that every task meets it as on the first day. Raises ValueError where it is absent."""
+
+    def __init__(self):
+        if importlib.util.find_spec(bfcl_data.PACKAGE) is None:
+            raise ValueError(f"this needs the bfcl-eval package: {bfcl_data.INSTALL}")
+        source = bfcl_data.PACKAGE + ".eval_checker.multi_turn_eval."
+        self.utils = importlib.import_module(source + "multi_turn_utils")
+        self._checker = importlib.import_module(source + "multi_turn_checker")
+        constants = vars(importlib.import_module(source + "func_source_code.long_context"))
+        self._shared = [(value, copy.deepcopy(value)) for name, value in constants.items()
+                        if not name.startswith("_") and isinstance(value, (dict, list))]
+        self._post_tweet = bfcl_data.tool_class("TwitterAPI").post_tweet
+        self._mp = bfcl_data.tool_module("MathAPI").mpmath.mp
+        self._precision = (self._mp.dps, decimal.getcontext().prec)
+
+    def check(self, entry: Entry, transcript: Sequence[Sequence[Sequence[str]]]) -> bool:
+        """The package's verdict on turns of steps of call texts, steps without calls left out
+        (its decoder does that). It may raise where a state has become cyclic."""
+        category = entry.row["id"].rsplit("_", 1)[0]
+        found = self._checker.multi_turn_checker(
+            transcript, entry.gold, entry.row, category, "bench")
+        return found["valid"]
+
+    def clean(self) -> None:
+        """Drops every instance and puts back what the tool classes share and change."""
+        leaks = vars(self.utils)
+        for name in [name for name in leaks if name.endswith("_instance")]:
+            del leaks[name]
+        for value, saved in self._shared:
+            if value == saved:
+                continue
+            value.clear()
+            fresh = copy.deepcopy(saved)
+            value.update(fresh) if isinstance(value, dict) else value.extend(fresh)
+        self._post_tweet.__defaults__ = ([], [])
+        self._mp.dps, decimal.getcontext().prec = self._precision
+
+
+def entries() -> dict[str, Entry]:
+    """All 800 rows of the package's files by task id."""
+    spec = importlib.util.find_spec(bfcl_data.PACKAGE)
+    data = pathlib.Path(spec.submodule_search_locations[0]) / "data"
+    found = {}
+    for category in CATEGORIES:
+        name = f"BFCL_v4_multi_turn_{category.value}.json"
+        rows, answers = ([json.loads(line) for line in path.read_text().splitlines()]
+                         for path in (data / name, data / "possible_answer" / name))
+        gold = {answer["id"]: answer["ground_truth"] for answer in answers}
+        found |= {row["id"]: Entry(row, gold[row["id"]]) for row in rows}
+    return found
+
+
+def one_step_a_turn(task: Task) -> Transcript:
+    """The gold calls of a turn as one step: the cheapest way through the package."""
+    return [[turn.gold] for turn in task.turns]
+
+
+# ------------------------------------------------------------------------- tools
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Seconds of one pass by category."""
+
+    ours: dict[str, float]
+    package: dict[str, float]
+
+
+def bench_tools(repeats: int) -> dict[str, Json]:
+    suite, package, rows = official_suite(), Package(), entries()
+    tasks = list(suite.tasks)
+    rng = random.Random(0)
+    passes, alone, spread = [], [], []
+    with ours_in_workers(tasks, WORKERS) as run:
+        for counted in range(-1, repeats):  # the first pass fills caches
+            rng.shuffle(tasks)
+            timed = interleaved(suite, package, rows, tasks)
+            solo, both = ours_alone(suite, tasks), run()
+            if counted >= 0:
+                passes.append(timed)
+                alone.append(solo)
+                spread.append(both)
+    return {**figures(passes, alone, spread),
+            "repeats": repeats, "shares": shares(suite, tasks),
+            "parse_seconds": parse_seconds(rows.values())}
+
+
+def interleaved(suite: Suite, package: Package, rows: dict[str, Entry],
+                tasks: Sequence[Task]) -> Pass:
+    """Every task once on both sides, who goes first in turn. Cleaning the package is not
+    counted, and neither is the reading of gold texts, which `tasks` hold already parsed."""
+    ours: dict[str, float] = collections.defaultdict(float)
+    theirs: dict[str, float] = collections.defaultdict(float)
+
+    def here(task: Task) -> None:
+        start = time.perf_counter()
+        valid = play(suite, task, one_step_a_turn(task)).valid
+        ours[task.category.value] += time.perf_counter() - start
+        _expect(valid, task, "here")
+
+    def there(task: Task) -> None:
+        entry = rows[task.uid]
+        transcript = [[calls] if calls else [] for calls in entry.gold]
+        start = time.perf_counter()
+        valid = package.check(entry, transcript)
+        theirs[task.category.value] += time.perf_counter() - start
+        package.clean()
+        _expect(valid, task, "in bfcl-eval")
+
+    for i, task in enumerate(tasks):
+        for side in (here, there) if i % 2 else (there, here):
+            side(task)
+    return Pass(dict(ours), dict(theirs))
+
+
+def _expect(valid: bool, task: Task, where: str) -> None:
+    if not valid:
+        raise UserError(f"the gold calls of {task.uid} are not valid {where}: the figures would "
+                        f"not compare; install the known version: {bfcl_data.INSTALL}")
+
+
+def ours_alone(suite: Suite, tasks: Sequence[Task]) -> float:
+    """Seconds for all tasks in this process, nothing in between."""
+    start = time.perf_counter()
+    for task in tasks:
+        play(suite, task, one_step_a_turn(task))
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- tools: worker processes
+
+
+@contextlib.contextmanager
+def ours_in_workers(tasks: Sequence[Task], workers: int) -> Iterator[Callable[[], float]]:
+    """A function that replays and scores all tasks in worker processes and says how many
+    seconds that took. The processes start, and load the suite, before the first call."""
+    uids = [task.uid for task in tasks]
+    context = multiprocessing.get_context("spawn")  # no copy of this process's threads
+    with context.Pool(workers, _load_in_worker) as pool:
+        def run() -> float:
+            start = time.perf_counter()
+            valid = pool.map(_score_in_worker, uids, chunksize=20)
+            seconds = time.perf_counter() - start
+            for task, one in zip(tasks, valid, strict=True):
+                _expect(one, task, "in a worker")
+            return seconds
+        run()
+        yield run
+
+
+_in_worker: dict[str, Task] = {}
+_worker_suite: list[BFCLSuite] = []
+
+
+def _load_in_worker() -> None:
+    _worker_suite.append(official_suite())
+    _in_worker.update((task.uid, task) for task in _worker_suite[0].tasks)
+
+
+def _score_in_worker(uid: str) -> bool:
+    task = _in_worker[uid]
+    return play(_worker_suite[0], task, one_step_a_turn(task)).valid
+
+
+# ---------------------------------------------------------------- tools: what bounds it
+
+
+class _Clocked:
+    """An environment that adds the seconds of its methods to `clock`."""
+
+    def __init__(self, make: Callable[[], object], clock: dict[str, float]):
+        self._clock = clock
+        self._env = self._timed("set_up", make)
+
+    def _timed(self, name: str, run: Callable, *args):
+        start = time.perf_counter()
+        try:
+            return run(*args)
+        finally:
+            self._clock[name] += time.perf_counter() - start
+
+    def begin_turn(self):
+        return self._env.begin_turn()
+
+    def execute(self, calls) -> tuple[ToolResult, ...]:
+        return self._timed("agent_calls", self._env.execute, calls)
+
+    def end_turn(self, said: str) -> TurnOutcome:
+        return self._timed("gold_calls_and_comparison", self._env.end_turn, said)
+
+
+class _ClockedSuite:
+    def __init__(self, suite: Suite, clock: dict[str, float]):
+        self.gold_reply = suite.gold_reply
+        self.make_env = lambda task: _Clocked(lambda: suite.make_env(task), clock)
+
+
+def shares(suite: Suite, tasks: Sequence[Task]) -> dict[str, float]:
+    """Where our time goes, in a pass of its own: shares of 1."""
+    clock: dict[str, float] = collections.defaultdict(float)
+    clocked = _ClockedSuite(suite, clock)
+    start = time.perf_counter()
+    for task in tasks:
+        play(clocked, task, one_step_a_turn(task))
+    total = time.perf_counter() - start
+    clock["rest"] = total - sum(clock.values())
+    return {name: seconds / total for name, seconds in clock.items()}
+
+
+def parse_seconds(rows: Iterable[Entry]) -> float:
+    """Seconds to parse all gold texts to calls, which the package does while it runs them."""
+    start = time.perf_counter()
+    for entry in rows:
+        for calls in entry.gold:
+            for text in calls:
+                bfcl_data.parse_gold(text)
+    return time.perf_counter() - start
+
+
+# ---------------------------------------------------------------- tools: figures
+
+
+def figures(passes: Sequence[Pass], alone: Sequence[float], spread: Sequence[float],
+            ) -> dict[str, Json]:
+    """Medians over the passes. `seconds` are of one pass over all tasks (`ours`, `package`:
+    interleaved in one process; `ours_alone`, `ours_two_workers`: uninterrupted).
+    ratio_one_process: package / ours; ratio_two_workers: ours_alone / ours_two_workers."""
+    names = [c.value for c in CATEGORIES]
+    count = bfcl_data.N_SCENARIOS
+    per_category = {}
+    for name in (*names, ALL):
+        parts = names if name == ALL else [name]
+        ours, package = ([sum(side[part] for part in parts) for side in sides] for sides in (
+            [p.ours for p in passes], [p.package for p in passes]))
+        tasks = count * len(parts)
+        per_category[name] = {
+            "tasks": tasks,
+            "seconds_ours": statistics.median(ours),
+            "seconds_package": statistics.median(package),
+            "tasks_per_s": tasks / statistics.median(ours),
+            "package_tasks_per_s": tasks / statistics.median(package),
+            "ratio": statistics.median(package) / statistics.median(ours),
+            "ratio_range": [f(b / a for a, b in zip(ours, package)) for f in (min, max)],
+        }
+    total = per_category.pop(ALL)
+    seconds = {"ours": total["seconds_ours"], "package": total["seconds_package"],
+               "ours_alone": statistics.median(alone),
+               "ours_two_workers": statistics.median(spread)}
+    return {
+        "ratio_one_process": total["ratio"], "ratio_range": total["ratio_range"],
+        "ratio_two_workers": seconds["ours_alone"] / seconds["ours_two_workers"],
+        "ratio_two_workers_range": [f(a / b for a, b in zip(alone, spread)) for f in (min, max)],
+        "tasks": total["tasks"], "tasks_per_s": total["tasks_per_s"],
+        "package_tasks_per_s": total["package_tasks_per_s"],
+        "per_category": per_category, "seconds": seconds,
+    }
+
+
+def tools_table(found: dict[str, Json]) -> str:
+    line = "{:14}{:>10}{:>12}{:>8}   {}".format
+    span = "{:.2f} to {:.2f}".format
+    lines = [f"gold calls of {found['tasks']} BFCL multi-turn tasks replayed and scored, medians "
+             f"of {found['repeats']}",
+             line("tasks/s", "here", "bfcl-eval", "ratio", "range")]
+    for name, row in (*found["per_category"].items(), (ALL, found)):
+        ratio = row.get("ratio", found["ratio_one_process"])
+        lines.append(line(name, f"{row['tasks_per_s']:.0f}", f"{row['package_tasks_per_s']:.0f}",
+                          f"{ratio:.2f}", span(*row["ratio_range"])))
+    rate = found["tasks"] / found["seconds"]["ours_two_workers"]
+    lines.append(f"two workers    {rate:.0f} tasks/s, {found['ratio_two_workers']:.2f} times one "
+                 f"process ({span(*found['ratio_two_workers_range'])})")
+    spent = sorted(found["shares"].items(), key=lambda item: -item[1])
+    lines.append("time here goes to " + ", ".join(
+        f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in spent))
+    lines.append(f"not counted: parsing of all gold texts here, {found['parse_seconds']:.2f} s "
+                 "(the package parses while it runs)")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run_main(main, user_errors=(ValueError,))

@@ -1,0 +1,144 @@
+"""The environment of one rollout: the agent's world beside what the gold calls make of another.
+
+A suite brings the world (its tools and their state); turns, visible tools, counts and scores
+are the same for all. Gold goes on with every turn, also where the agent failed. It depends on
+the task alone, so the rollouts of a group share one gold run.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rods_jax.tools.env import UserTurn
+from rods_jax.tools.scoring import Mode, Scoring, empty_turn_passes, holds_results
+from rods_jax.types import Task, ToolCall, ToolResult, TurnOutcome
+
+GOLD_RUNS = 1024  # kept: a pool's worth of tasks
+
+
+class World(Protocol):
+    """One private state of a task and the tools that act on it. Deterministic: the same calls
+    give the same results and the same state."""
+
+    def call(self, call: ToolCall, visible: frozenset[str]) -> ToolResult:
+        """Runs one call. Never raises for what a model wrote: an unknown or invisible name,
+        wrong arguments and any failure of the tool are a result with ok False."""
+
+    def same(self, other: World, mode: Mode) -> bool:
+        """Whether both states are equal as far as an agent is judged by them. `other` may be a
+        snapshot; neither changes."""
+
+    def snapshot(self) -> World:
+        """The state as it is now, for `same` alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GoldTurn:
+    """Result texts of a turn's gold calls, and the world they left; it is only read."""
+
+    texts: tuple[str, ...]
+    world: World
+
+
+def every_tool(task: Task) -> frozenset[str]:
+    return frozenset().union(*(turn.tools for turn in task.turns))
+
+
+def run_gold(task: Task, world: World) -> tuple[GoldTurn, ...]:
+    """Runs the gold calls of all turns in a fresh world."""
+    tools, found = every_tool(task), []
+    last = max((i for i, turn in enumerate(task.turns) if turn.gold), default=-1)
+    for i, turn in enumerate(task.turns):
+        texts = tuple(world.call(call, tools).text for call in turn.gold)
+        unchanged = found and not turn.gold
+        found.append(GoldTurn(texts, found[-1].world if unchanged
+                              else world if i >= last else world.snapshot()))
+    return tuple(found)
+
+
+class GoldRuns:
+    """The gold runs of the tasks that were played last. Tasks are told apart by identity: two
+    with one uid may differ, and a task never changes. Safe to share between threads."""
+
+    def __init__(self, make_world: Callable[[Task], World]):
+        self._make_world = make_world
+        self._runs: collections.OrderedDict[int, tuple[Task, tuple[GoldTurn, ...]]] = \
+            collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, task: Task) -> tuple[GoldTurn, ...]:
+        with self._lock:
+            known = self._runs.get(id(task))
+        if known is not None:
+            return known[1]
+        run = run_gold(task, self._make_world(task))
+        with self._lock:
+            self._runs[id(task)] = task, run  # holding the task keeps its id from another
+            if len(self._runs) > GOLD_RUNS:
+                self._runs.popitem(last=False)
+        return run
+
+    def __getstate__(self):
+        return self._make_world
+
+    def __setstate__(self, make_world):
+        self.__init__(make_world)
+
+
+class TwinEnv:
+    """Implements rods_jax.tools.env.Environment. The order is begin_turn, execute (any number
+    of times), end_turn; another order is a mistake of the caller and raises ValueError."""
+
+    def __init__(self, task: Task, world: World, gold: GoldRuns, scoring: Scoring):
+        self.task, self.world = task, world
+        self._gold, self._scoring = gold, scoring
+        self._turn = -1
+        self._open = False
+        self._seen: collections.Counter[str] = collections.Counter()
+        self._n_calls = self._n_errors = 0
+
+    def begin_turn(self) -> UserTurn | None:
+        if self._open:
+            raise ValueError("begin_turn during a turn: call end_turn first")
+        if self._turn + 1 >= len(self.task.turns):
+            return None
+        self._turn += 1
+        self._open, self._n_calls, self._n_errors = True, 0, 0
+        turn = self.task.turns[self._turn]
+        before = set(self.task.turns[self._turn - 1].tools if self._turn else turn.tools)
+        new = tuple(name for name in turn.tools if name not in before)
+        return UserTurn(self._turn, turn.user, turn.tools, new)
+
+    def visible(self) -> frozenset[str]:
+        """Tools that may be called in this turn. BFCL's checker withholds a tool's document
+        but not the tool, and OFFICIAL scores are its."""
+        official = self._scoring.mode is Mode.OFFICIAL
+        return every_tool(self.task) if official else frozenset(self.task.turns[self._turn].tools)
+
+    def execute(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
+        if not self._open:
+            raise ValueError("execute outside a turn: call begin_turn first")
+        visible = self.visible()
+        results = tuple(self.world.call(call, visible) for call in calls)
+        self._n_calls += len(results)
+        self._n_errors += sum(not r.ok for r in results)
+        self._seen.update(r.text for r in results)
+        return results
+
+    def end_turn(self, said: str) -> TurnOutcome:
+        if not self._open:
+            raise ValueError("end_turn outside a turn: call begin_turn first")
+        self._open = False
+        gold, mode = self._gold(self.task)[self._turn], self._scoring.mode
+        if self.task.turns[self._turn].gold:
+            state_ok = self.world.same(gold.world, mode)
+            exec_ok = holds_results(self._seen, gold.texts, mode) and (
+                self._n_calls > 0 or not self._scoring.needs_call)
+        else:
+            state_ok = exec_ok = empty_turn_passes(
+                self._scoring, self._n_calls, said, lambda: self.world.same(gold.world, mode))
+        return TurnOutcome(state_ok, exec_ok, self._n_calls, self._n_errors)

@@ -119,7 +119,8 @@ def test_list_of_bfcl_compares_both_split_rules(run, text):
         ("base", "miss_func", "miss_param", "long_context"), 100)
     _, other = run("list", "--suite", "bfcl", "--split-rule", "paper", "--split-seed", "5")
     assert other["crossing"]["paper"] != found["crossing"]["paper"]
-    assert "have a sibling in train where the split rule is paper" in text("list", "--suite", "bfcl")
+    assert "have a sibling in train where the split rule is paper" in text(
+        "list", "--suite", "bfcl")
 
 
 # ------------------------------------------------------------------- show, graph
@@ -228,7 +229,8 @@ def test_export_of_several_splits_is_one_data_set(run, tmp_path):
     (("graph", "--split", "tests"), "unknown split 'tests'"),
     (("check", "--tasks", "/nowhere.jsonl"), "/nowhere.jsonl: No such file"),
     (("export", "--split", "warm"), "nothing to write: give --out FILE.jsonl, --tfds DIR or"),
-    (("export", "--split", "train", "--split", "warm", "--out", "x.jsonl"), "--out takes one split"),
+    (("export", "--split", "train", "--split", "warm", "--out", "x.jsonl"),
+     "--out takes one split"),
     (("export", "--split", "warm", "--out", "."), "is a folder; give the name of a file"),
     (("list", "--json", "."), "is a folder; give the name of a file"),
     (("list", "--split-seed", "3"), "--split-seed is of suite bfcl only"),

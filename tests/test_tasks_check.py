@@ -87,6 +87,8 @@ def test_a_document_that_the_tools_do_not_go_by_is_told_apart():
     assert not fault.accepted_by_tools(dataclasses.replace(ran, errors=("read: no such note",)))
     assert not fault.accepted_by_tools(dataclasses.replace(ran, progress=0.5))
     assert not faults([with_gold()], SPECS)[0].accepted_by_tools(ran)
+    unknown = faults([with_gold(ToolCall("reed", {"id": 1}))], SPECS)[0]
+    assert unknown.where == "turns[0].gold[0]" and not unknown.accepted_by_tools(ran)
 
 
 def test_tasks_of_the_suites_hold():

@@ -1,6 +1,7 @@
 """Environments in worker processes against the same in this process, and what kills workers."""
 
 import collections
+import dataclasses
 import logging
 import os
 import pathlib
@@ -15,9 +16,9 @@ import worker_suite
 from worker_suite import add, task
 
 from rods_jax.tasks.replay import gold_transcript, play
-from rods_jax.tools.host import Crash, EnvError, HostConfig, InProcessHost, Outage, ToolCrash, cut
-from rods_jax.tools.host import make_host
-from rods_jax.tools.scoring import EmptyTurn, Scoring
+from rods_jax.tools.host import (
+    Crash, EnvError, HostConfig, InProcessHost, Outage, ToolCrash, cut, make_host)
+from rods_jax.tools.scoring import Scoring
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import ToolCall, ToolResult
 
@@ -48,6 +49,13 @@ def gone(pids, within_s=20.0):
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     return not any(map(alive, pids))
+
+
+def first_row(pool, pending):
+    """Waits until the first of several calls is answered, so that the second runs."""
+    while not pending._operation.rows:
+        assert not pending._operation.settled
+        pool.pump()
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +106,10 @@ def drive(host, items, rng, hints=False):
     """Plays all transcripts at once; answers are waited for in a random order. Returns what
     each rollout got: result tuples, then outcomes and next turns."""
     got = [[] for _ in items]
-    todo = {i: [(host.execute, step) for step in turn] + [(host.end_turn, f"said {i}")]
-            for i, turn in ()}
-    for i, (t, transcript) in enumerate(items):
-        todo[i] = collections.deque(
-            op for turn in transcript
-            for op in [*((host.execute, step) for step in turn), (host.end_turn, f"said {i}")])
+    todo = {i: collections.deque(
+        op for turn in transcript
+        for op in [*((host.execute, step) for step in turn), (host.end_turn, f"said {i}")])
+        for i, (_, transcript) in enumerate(items)}
     handle = {i: host.start(items[i][0], hints) for i in todo}
     while todo:
         some = rng.sample(sorted(todo), rng.randint(1, len(todo)))
@@ -136,17 +142,16 @@ def test_hints_and_scoring_reach_the_worker(pools, shared):
     hinted = shared.start(task("h"), True)
     assert shared.execute(hinted, [add(0)]).result() == (ToolResult('{"total": 0}!', True),)
     shared.finish(hinted)
-    strict = pools(SuiteSpec(SuiteName.CUSTOM, "worker_suite:make", scoring=Scoring()))
-    loose = pools(SuiteSpec(SuiteName.CUSTOM, "worker_suite:make", scoring=Scoring(
-        empty_turn=EmptyTurn.ANY, needs_call=False)))
-    passed = []
-    for pool in (strict, loose):
-        rollout = pool.start(task("s"), False)
-        pool.execute(rollout, [add(0)]).result()
-        outcome, turn = pool.end_turn(rollout, "").result()
-        passed.append(outcome.passed)
-        assert turn.index == 1 and turn.new_tools == ()
-    assert passed == [True, True]
+    twice = dataclasses.replace(task("s"), turns=task("s").turns[:1] * 2)
+    for needs_call in (True, False):
+        spec = dataclasses.replace(ODD, scoring=Scoring(needs_call=needs_call))
+        pool = pools(spec)
+        rollout = pool.start(twice, False)
+        pool.execute(rollout, [add(0), add(0)])
+        outcome, turn = pool.end_turn(rollout, "done").result()
+        assert outcome.passed and (turn.index, turn.text, turn.new_tools) == (1, "add 0", ())
+        outcome, turn = pool.end_turn(rollout, "done").result()
+        assert outcome.passed is not needs_call and turn is None
 
 
 def test_bulk_replay_is_play(pools):
@@ -189,10 +194,8 @@ def test_worker_has_no_jax(shared):
 
 def test_output_is_cut_after_scoring(pools):
     long = task("w", turns=1)
-    long = type(long)(**(vars(long) | {"turns": (
-        type(long.turns[0])("", (call("write", chars=30_000),), worker_suite.TOOLS),)}))
-    whole = worker_suite.make().make_env(long)
-    whole.begin_turn()
+    long = dataclasses.replace(long, turns=(dataclasses.replace(
+        long.turns[0], gold=(call("write", chars=30_000),)),))
     for host in (InProcessHost(worker_suite.make(), 1000), pools(output_chars=1000)):
         rollout = host.start(long, False)
         result, = host.execute(rollout, [call("write", chars=30_000)]).result()
@@ -367,8 +370,7 @@ def test_killed_from_outside_while_busy(pools):
     pool = pools()
     others, victim = bystanders(pool), pool.start(task("v"), False)
     fatal = pool.execute(victim, [add(1), call("sleep")])
-    while not fatal._operation.rows:
-        pool.pump()
+    first_row(pool, fatal)
     kill(pool.pids[0])
     with pytest.raises(ToolCrash) as caught:
         fatal.result()
@@ -444,8 +446,7 @@ def test_tasks_that_each_kill_are_an_outage(pools):
 def test_close_ends_all_and_reaps_them(pools):
     pool = pools(count=3, call_s=60.0)
     busy = pool.execute(pool.start(task("t"), False), [add(1), call("spin")])
-    while not busy._operation.rows:
-        pool.pump()
+    first_row(pool, busy)
     handles = len(os.listdir("/proc/self/fd"))
     pool.close()
     assert not any(map(alive, pool.pids))  # not even zombies
@@ -475,7 +476,7 @@ pool = make_host(None, SuiteSpec(SuiteName.CUSTOM, "worker_suite:make"),
 busy, idle = (pool.start(worker_suite.task(uid), False) for uid in "ab")
 pool.execute(idle, [worker_suite.add(1)]).result()
 spinning = pool.execute(busy, [worker_suite.add(1), ToolCall("spin", {})])
-while not spinning._operation.rows:
+while not spinning._operation.rows and not spinning._operation.settled:
     pool.pump()
 print(*pool.pids, flush=True)
 """

@@ -19,18 +19,20 @@ LONG_TEXT = 4  # words; shorter values can be known codes, file names or one of 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """`where` is the field of the task, `what` is wrong with it and the remedy."""
+    """`where` is the field of the task, `what` is wrong with it and the remedy. `arguments`: it
+    is about how a gold call's arguments fit the declared schema."""
 
     uid: str
     where: str
     what: str
+    arguments: bool = False
 
     def __str__(self) -> str:
         return f"task {self.uid}, {self.where}: {self.what}"
 
     def accepted_by_tools(self, verdict: Verdict) -> bool:
-        """Whether it speaks of gold calls that ran and scored all the same."""
-        return ".gold[" in self.where and verdict.sound and not verdict.errors
+        """Whether the task's gold ran and scored all the same, so that the document is off."""
+        return self.arguments and verdict.sound and not verdict.errors
 
 
 def faults(tasks: Iterable[Task], tools: Sequence[ToolSpec]) -> tuple[Fault, ...]:
@@ -40,11 +42,12 @@ def faults(tasks: Iterable[Task], tools: Sequence[ToolSpec]) -> tuple[Fault, ...
         if task.uid in seen:
             found.append(Fault(task.uid, "uid", "another task has it; give every task its own"))
         seen.add(task.uid)
-        found += [Fault(task.uid, where, what) for where, what in _faults(task, tools)]
+        found += [Fault(task.uid, *fault) for fault in _faults(task, tools)]
     return tuple(found)
 
 
-def _faults(task: Task, tools: Sequence[ToolSpec]) -> Iterator[tuple[str, str]]:
+def _faults(task: Task, tools: Sequence[ToolSpec]) -> Iterator[tuple]:
+    """The fields of each Fault after the uid."""
     declared = {spec.name: spec for spec in tools if spec.domain in task.domains}
     for domain in task.domains:
         if domain not in {spec.domain for spec in tools}:
@@ -76,7 +79,8 @@ def _faults(task: Task, tools: Sequence[ToolSpec]) -> Iterator[tuple[str, str]]:
                 yield where, f"{call.name!r} is not visible; add it to turns[{t}].tools"
             wrong = schema.complaint(call.arguments, declared[call.name].parameters)
             if wrong:
-                yield where, f"{call.name}: {wrong}; correct the call or the tool's parameters"
+                yield (where, f"{call.name}: {wrong}; correct the call or the tool's parameters",
+                       True)
 
 
 def _undeclared(name: str, declared: dict[str, ToolSpec], tools: Sequence[ToolSpec]) -> str:

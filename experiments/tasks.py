@@ -99,17 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def split_names(suite: Suite) -> tuple[str, ...]:
-    """Those it names itself, else those that every suite has."""
-    if suite.name == SuiteName.TOOLBOX.value:
-        from rods_jax.tools.toolbox.generator import SPLIT_SIZES
-        return tuple(SPLIT_SIZES)
-    return tuple(getattr(suite, "split_names", ("train", *suite.held_out)))
-
-
 def every_task(suite: Suite) -> dict[str, Task]:
     """uid -> task: those of all splits, and of a benchmark those in none."""
-    tasks = [task for name in split_names(suite) for task in suite.split(name)]
+    tasks = [task for name in suite.split_names for task in suite.split(name)]
     return {task.uid: task for task in (*getattr(suite, "tasks", ()), *tasks)}
 
 
@@ -118,7 +110,7 @@ def every_task(suite: Suite) -> dict[str, Task]:
 
 def list_splits(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     rows = {}
-    for name in split_names(suite):
+    for name in suite.split_names:
         tasks = suite.split(name)
         counts = Counter(task.category for task in tasks)
         rows[name] = {"tasks": len(tasks), "suspects": len(_suspects(suite, tasks)),

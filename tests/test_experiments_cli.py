@@ -194,7 +194,7 @@ def test_places_that_cannot_be_written_are_told_before_the_work(shell, place):
                           folder / "empty"), "empty: holds no task")
     (folder / "latin").write_bytes(b"\xff{}\n")
     assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--seeds",
-                          folder / "latin"), "latin, line 1:", "drop the line")
+                          folder / "latin"), "latin, line 1:", "write one task a line")
     assert_one_line(shell("synthesize", "--count", 1, "--out", folder / "o", "--workers", 0),
                     "--workers is 0: give at least 1")
     left = {p.name for p in folder.iterdir()} - {"__pycache__"}

@@ -25,11 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import tensorflow_datasets as tfds
 from absl import logging as absl_logging
 
-from rods_jax.tools.bfcl import SPLITS as BFCL_SPLITS
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.suites import SplitRule
 from rods_jax.tools.toolbox import ToolboxSuite
-from rods_jax.tools.toolbox.generator import SPLIT_SIZES as TOOLBOX_SPLITS
 from rods_jax.types import TASK_SCHEMA_VERSION, Task
 
 VERSION = f"{TASK_SCHEMA_VERSION}.1.0"
@@ -113,7 +111,7 @@ class ToolboxSeeds(TaskSets):
 
     def splits(self) -> Mapping[str, Sequence[Task]]:
         suite = ToolboxSuite()
-        return {name: suite.split(name) for name in TOOLBOX_SPLITS}
+        return {name: suite.split(name) for name in suite.split_names}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -137,7 +135,7 @@ class BfclSeeds(TaskSets):
 
     def splits(self) -> Mapping[str, Sequence[Task]]:
         suite = BFCLSuite(split_rule=self.builder_config.rule, split_seed=self.builder_config.seed)
-        return {name: suite.split(name) for name in BFCL_SPLITS}
+        return {name: suite.split(name) for name in suite.split_names}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -26,13 +26,11 @@ from rods_jax.types import CATEGORIES, Category, Plan, Source, Task, ToolSpec
 
 __all__ = ["SUSPECT", "BFCLSuite"]
 
-SPLITS = ("train", "held_in")
-
-
 class BFCLSuite:
     """Implements rods_jax.tools.env.Suite. ValueError where bfcl-eval is not installed."""
 
     name = "bfcl"
+    split_names = ("train", "held_in")
     held_out = ("held_in",)
 
     def __init__(self, scoring: Scoring = Scoring(), domains: Sequence[str] = (),
@@ -60,8 +58,8 @@ class BFCLSuite:
         own, which leaves most held-in tasks with a sibling in training (tasks.leakage.crossing),
         so scores on the two are not comparable task by task. Categories take turns, and siblings
         lie far apart: the first tasks tell different stories."""
-        if name not in SPLITS:
-            raise ValueError(f"unknown split {name!r}, use one of {', '.join(SPLITS)}")
+        if name not in self.split_names:
+            raise ValueError(f"unknown split {name!r}, use one of {', '.join(self.split_names)}")
         by_place = {(t.category, t.scenario): t for t in self.tasks}
         drop = name == "train" and not self._keep_suspect
         columns = []

@@ -51,11 +51,12 @@ class Suite(Protocol):
 
     name: str
     domains: tuple[str, ...]
+    split_names: tuple[str, ...]
     held_out: tuple[str, ...]  # splits kept for evaluation, whole, however few a run looks at
     siblings_cross: bool  # whether held-in tasks may have siblings in "train", as declared
 
     def split(self, name: str) -> Sequence[Task]:
-        """The tasks of "train", "held_in" or another split of the suite, categories
+        """The tasks of "train", "held_in" or another of `split_names`, categories
         interleaved, the same ones every time. Raises ValueError on another name."""
 
     def wordings(self, task: Task, count: int) -> Sequence[Task]:

@@ -77,7 +77,8 @@ def make_suite(spec: SuiteSpec) -> Suite:
     module, _, function = spec.factory.partition(":")
     try:
         factory = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"suite factory {spec.factory!r} cannot be imported ({error}): write "
-                         "'module:function' of a module on PYTHONPATH") from error
+    except Exception as error:  # whatever the user's module does wrong is its author's to mend
+        raise ValueError(f"suite factory {spec.factory!r} cannot be imported "
+                         f"({type(error).__name__}: {error}): write 'module:function' of a module "
+                         "on PYTHONPATH") from error
     return factory(**given)

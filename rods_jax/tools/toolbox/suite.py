@@ -12,7 +12,7 @@ from rods_jax.tools.scoring import Mode, Scoring
 from rods_jax.tools.toolbox import phrases
 from rods_jax.tools.toolbox.augment import augment_task, can_be_cluttered
 from rods_jax.tools.toolbox.env import SCORING, ToolboxEnv, ToolboxWorld
-from rods_jax.tools.toolbox.generator import slots_of_shapes
+from rods_jax.tools.toolbox.generator import SPLIT_SIZES, slots_of_shapes
 from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, tool_names
 from rods_jax.tools.toolbox.hints import toolbox_hint
 from rods_jax.tools.toolbox.planner import make_plan
@@ -31,6 +31,7 @@ class ToolboxSuite:
 
     name = "toolbox"
     domains = tuple(DOMAINS)
+    split_names = tuple(SPLIT_SIZES)
     held_out = ("held_in", "new_structures")
     siblings_cross = False
 

@@ -2,7 +2,9 @@
 
 `tools` replays and scores the gold calls of all 800 BFCL multi-turn tasks, here (official
 scoring) and with the checker of the package bfcl-eval, task by task in turn, in one process
-and one run. It ends with an error if any verdict is not "valid".
+and one run. It ends with an error if any verdict is not "valid". Rollouts of one task share
+one run of its gold calls here; "first" is a task that was never scored before, "again" every
+later rollout of its group.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import decimal
 import importlib
 import importlib.util
 import json
-import multiprocessing
 import pathlib
 import random
 import statistics
@@ -24,14 +25,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rods_jax.config import UserError, check_out, run_main, write_json
-from rods_jax.tasks.replay import Transcript, play
+from rods_jax.tasks.replay import Replay, Transcript, play
 from rods_jax.tools import bfcl_data
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.env import Suite
+from rods_jax.tools.host import HostConfig
 from rods_jax.tools.scoring import Mode, Scoring
+from rods_jax.tools.suites import SuiteName, SuiteSpec
+from rods_jax.tools.workers import WorkerPool
 from rods_jax.types import CATEGORIES, Json, Task, ToolResult, TurnOutcome
 
 WORKERS = 2
+WARM_UP = 8  # passes; a task goes to any worker, and each remembers its own gold runs
 ALL = "all"
 
 
@@ -63,8 +68,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 # ------------------------------------------------------------------------- the two sides
 
 
+OFFICIAL = Scoring(Mode.OFFICIAL)
+
+
 def official_suite() -> BFCLSuite:
-    return BFCLSuite(Scoring(mode=Mode.OFFICIAL))
+    return BFCLSuite(OFFICIAL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +149,8 @@ def one_step_a_turn(task: Task) -> Transcript:
 class Pass:
     """Seconds of one pass by category."""
 
-    ours: dict[str, float]
+    again: dict[str, float]
+    first: dict[str, float]
     package: dict[str, float]
 
 
@@ -168,14 +177,15 @@ def interleaved(suite: Suite, package: Package, rows: dict[str, Entry],
                 tasks: Sequence[Task]) -> Pass:
     """Every task once on both sides, who goes first in turn. Cleaning the package is not
     counted, and neither is the reading of gold texts, which `tasks` hold already parsed."""
-    ours: dict[str, float] = collections.defaultdict(float)
-    theirs: dict[str, float] = collections.defaultdict(float)
+    again, first, theirs = ({c.value: 0.0 for c in CATEGORIES} for _ in range(3))
+    fresh = official_suite()
 
     def here(task: Task) -> None:
-        start = time.perf_counter()
-        valid = play(suite, task, one_step_a_turn(task)).valid
-        ours[task.category.value] += time.perf_counter() - start
-        _expect(valid, task, "here")
+        for seconds, scorer in ((first, fresh), (again, suite)):
+            start = time.perf_counter()
+            valid = play(scorer, task, one_step_a_turn(task)).valid
+            seconds[task.category.value] += time.perf_counter() - start
+            _expect(valid, task, "here")
 
     def there(task: Task) -> None:
         entry = rows[task.uid]
@@ -189,7 +199,7 @@ def interleaved(suite: Suite, package: Package, rows: dict[str, Entry],
     for i, task in enumerate(tasks):
         for side in (here, there) if i % 2 else (there, here):
             side(task)
-    return Pass(dict(ours), dict(theirs))
+    return Pass(again, first, theirs)
 
 
 def _expect(valid: bool, task: Task, where: str) -> None:
@@ -212,33 +222,24 @@ def ours_alone(suite: Suite, tasks: Sequence[Task]) -> float:
 @contextlib.contextmanager
 def ours_in_workers(tasks: Sequence[Task], workers: int) -> Iterator[Callable[[], float]]:
     """A function that replays and scores all tasks in worker processes and says how many
-    seconds that took. The processes start, and load the suite, before the first call."""
-    uids = [task.uid for task in tasks]
-    context = multiprocessing.get_context("spawn")  # no copy of this process's threads
-    with context.Pool(workers, _load_in_worker) as pool:
-        def run() -> float:
-            start = time.perf_counter()
-            valid = pool.map(_score_in_worker, uids, chunksize=20)
-            seconds = time.perf_counter() - start
-            for task, one in zip(tasks, valid, strict=True):
-                _expect(one, task, "in a worker")
-            return seconds
-        run()
+    seconds that took. They are up, have the tasks and know most gold runs, as `suite` does in
+    this process, before the first counted call."""
+    pool = WorkerPool(SuiteSpec(SuiteName.BFCL, scoring=OFFICIAL), HostConfig(count=workers))
+
+    def run() -> float:
+        start = time.perf_counter()
+        found = pool.play_many([(task, None) for task in tasks], texts=False)
+        seconds = time.perf_counter() - start
+        for task, one in zip(tasks, found, strict=True):
+            _expect(isinstance(one, Replay) and one.valid, task, "in a worker")
+        return seconds
+
+    try:
+        for _ in range(WARM_UP):
+            run()
         yield run
-
-
-_in_worker: dict[str, Task] = {}
-_worker_suite: list[BFCLSuite] = []
-
-
-def _load_in_worker() -> None:
-    _worker_suite.append(official_suite())
-    _in_worker.update((task.uid, task) for task in _worker_suite[0].tasks)
-
-
-def _score_in_worker(uid: str) -> bool:
-    task = _in_worker[uid]
-    return play(_worker_suite[0], task, one_step_a_turn(task)).valid
+    finally:
+        pool.close()
 
 
 # ---------------------------------------------------------------- tools: what bounds it
@@ -301,51 +302,55 @@ def parse_seconds(rows: Iterable[Entry]) -> float:
 
 def figures(passes: Sequence[Pass], alone: Sequence[float], spread: Sequence[float],
             ) -> dict[str, Json]:
-    """Medians over the passes. `seconds` are of one pass over all tasks (`ours`, `package`:
-    interleaved in one process; `ours_alone`, `ours_two_workers`: uninterrupted).
-    ratio_one_process: package / ours; ratio_two_workers: ours_alone / ours_two_workers."""
+    """Medians over the passes. `seconds` are of one pass over all tasks (`again`, `first`,
+    `package`: interleaved in one process; `alone`, `two_workers`: again, uninterrupted).
+    ratio_one_process: package / again; ratio_first: package / first; ratio_two_workers:
+    alone / two_workers."""
     names = [c.value for c in CATEGORIES]
     count = bfcl_data.N_SCENARIOS
     per_category = {}
     for name in (*names, ALL):
         parts = names if name == ALL else [name]
-        ours, package = ([sum(side[part] for part in parts) for side in sides] for sides in (
-            [p.ours for p in passes], [p.package for p in passes]))
+        sums = {side: [sum(getattr(p, side)[part] for part in parts) for p in passes]
+                for side in ("again", "first", "package")}
+        again, first, package = (statistics.median(s) for s in sums.values())
         tasks = count * len(parts)
         per_category[name] = {
-            "tasks": tasks,
-            "seconds_ours": statistics.median(ours),
-            "seconds_package": statistics.median(package),
-            "tasks_per_s": tasks / statistics.median(ours),
-            "package_tasks_per_s": tasks / statistics.median(package),
-            "ratio": statistics.median(package) / statistics.median(ours),
-            "ratio_range": [f(b / a for a, b in zip(ours, package)) for f in (min, max)],
+            "tasks": tasks, "seconds": {"again": again, "first": first, "package": package},
+            "tasks_per_s": tasks / again, "first_tasks_per_s": tasks / first,
+            "package_tasks_per_s": tasks / package,
+            "ratio": package / again, "ratio_first": package / first,
+            "ratio_range": _range(sums["package"], sums["again"]),
+            "ratio_first_range": _range(sums["package"], sums["first"]),
         }
     total = per_category.pop(ALL)
-    seconds = {"ours": total["seconds_ours"], "package": total["seconds_package"],
-               "ours_alone": statistics.median(alone),
-               "ours_two_workers": statistics.median(spread)}
+    seconds = total["seconds"] | {"alone": statistics.median(alone),
+                                  "two_workers": statistics.median(spread)}
     return {
-        "ratio_one_process": total["ratio"], "ratio_range": total["ratio_range"],
-        "ratio_two_workers": seconds["ours_alone"] / seconds["ours_two_workers"],
-        "ratio_two_workers_range": [f(a / b for a, b in zip(alone, spread)) for f in (min, max)],
-        "tasks": total["tasks"], "tasks_per_s": total["tasks_per_s"],
-        "package_tasks_per_s": total["package_tasks_per_s"],
+        "ratio_one_process": total.pop("ratio"), **total,
+        "ratio_two_workers": seconds["alone"] / seconds["two_workers"],
+        "ratio_two_workers_range": _range(alone, spread),
         "per_category": per_category, "seconds": seconds,
     }
 
 
+def _range(slow: Sequence[float], fast: Sequence[float]) -> list[float]:
+    ratios = [a / b for a, b in zip(slow, fast, strict=True)]
+    return [min(ratios), max(ratios)]
+
+
 def tools_table(found: dict[str, Json]) -> str:
-    line = "{:14}{:>10}{:>12}{:>8}   {}".format
+    line = "{:14}{:>8}{:>8}{:>12}{:>15}{:>8}   {}".format
     span = "{:.2f} to {:.2f}".format
     lines = [f"gold calls of {found['tasks']} BFCL multi-turn tasks replayed and scored, medians "
              f"of {found['repeats']}",
-             line("tasks/s", "here", "bfcl-eval", "ratio", "range")]
+             line("tasks/s", "again", "first", "bfcl-eval", "ratio, first", "again", "range")]
     for name, row in (*found["per_category"].items(), (ALL, found)):
         ratio = row.get("ratio", found["ratio_one_process"])
-        lines.append(line(name, f"{row['tasks_per_s']:.0f}", f"{row['package_tasks_per_s']:.0f}",
-                          f"{ratio:.2f}", span(*row["ratio_range"])))
-    rate = found["tasks"] / found["seconds"]["ours_two_workers"]
+        rates = (f"{row[f'{side}tasks_per_s']:.0f}" for side in ("", "first_", "package_"))
+        lines.append(line(name, *rates, f"{row['ratio_first']:.2f}", f"{ratio:.2f}",
+                          span(*row["ratio_range"])))
+    rate = found["tasks"] / found["seconds"]["two_workers"]
     lines.append(f"two workers    {rate:.0f} tasks/s, {found['ratio_two_workers']:.2f} times one "
                  f"process ({span(*found['ratio_two_workers_range'])})")
     spent = sorted(found["shares"].items(), key=lambda item: -item[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.util
 import json
 import pathlib
@@ -13,9 +14,12 @@ from collections.abc import Callable, Sequence
 import pytest
 from bfcl_package import Reference, call_text, reference
 
-from experiments.bench import official_suite
+from experiments.bench import OFFICIAL, official_suite
 from rods_jax.tasks.replay import Replay, Transcript, play, replay
 from rods_jax.tools import bfcl_data
+from rods_jax.tools.host import HostConfig
+from rods_jax.tools.suites import SuiteName, SuiteSpec
+from rods_jax.tools.workers import WorkerPool
 from rods_jax.types import Category, Json, Task, ToolCall
 
 SUITE = official_suite()
@@ -45,7 +49,17 @@ def played(task: Task, turns: Turns) -> Replay:
     return play(SUITE, task, one_call_a_step(turns))
 
 
-RUNNERS: dict[str, Runner] = {"in_process": in_process}
+@functools.cache
+def pool() -> WorkerPool:
+    """One for both orders, so that each worker has played most tasks before."""
+    return WorkerPool(SuiteSpec(SuiteName.BFCL, scoring=OFFICIAL), HostConfig(count=2))
+
+
+def in_workers(items: Sequence[tuple[Task, Transcript | None]]) -> list[Replay]:
+    return pool().play_many(items)
+
+
+RUNNERS: dict[str, Runner] = {"in_process": in_process, "in_workers": in_workers}
 
 
 def test_the_reference_writes_nothing(package):

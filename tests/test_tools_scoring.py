@@ -182,21 +182,30 @@ def test_a_group_shares_one_gold_run_and_tasks_of_one_uid_do_not():
         env.begin_turn()
         env.execute([add(n)])
         assert env.end_turn("").passed is (n == 2)
-    assert made == ["t"]
+    assert made == ["t", "t"]  # the first has its own, the others share one
     other = dataclasses.replace(TASK, turns=(Turn("Add 5.", (add(5),), ("add",)),))
     env = TwinEnv(other, Counter(), gold, Scoring())
     env.begin_turn()
     env.execute([add(5)])
-    assert env.end_turn("").passed and made == ["t", "t"]
+    assert env.end_turn("").passed and made == ["t", "t", "t"]
+    made.clear()
     tasks = [dataclasses.replace(TASK) for _ in range(GOLD_RUNS)]
-    for task in tasks:
+    for task in (*tasks, *tasks):
         gold(task)
-    assert len(gold._runs) == GOLD_RUNS and len(made) == GOLD_RUNS + 2
-    gold(TASK)  # was dropped
+    assert len(gold._runs) == GOLD_RUNS and len(made) == 2 * GOLD_RUNS
     gold(tasks[-1])
-    assert len(made) == GOLD_RUNS + 3
+    assert len(made) == 2 * GOLD_RUNS
+    gold(TASK)  # was dropped
+    assert len(made) == 2 * GOLD_RUNS + 1
     again = pickle.loads(pickle.dumps(GoldRuns(_fresh)))
-    assert again(TASK)[2].texts == ("2",)
+    for _ in range(3):
+        turns = [(turn.texts, turn.world.total) for turn in again(THREE)]
+        assert [texts for texts, _ in turns] == [("2",), (), ("5", "5")]
+    assert [total for _, total in turns] == [2, 2, 5]  # kept as each turn left them
+
+
+THREE = dataclasses.replace(TASK, turns=(
+    *TASK.turns[:2], Turn("", (add(3), GET), ("add", "get"))))
 
 
 def _fresh(task):

@@ -25,7 +25,7 @@ from rods_jax.types import ToolCall, ToolResult
 ODD = SuiteSpec(SuiteName.CUSTOM, "worker_suite:make")
 TOOLBOX = SuiteSpec(SuiteName.TOOLBOX)
 GENEROUS = HostConfig(count=2, call_s=60.0)
-STRICT_S = 0.7
+STRICT_S = 1.2
 
 
 def call(name, **arguments):
@@ -79,9 +79,6 @@ def pools():
     yield make
     for pool in made:
         pool.close()
-
-
-# ------------------------------------------------------- the same as in this process
 
 
 def damaged(transcript, rng):
@@ -180,9 +177,6 @@ def test_bulk_replay_names_the_item_that_kills(pools):
     assert str(raises) == "LookupError: the simulator broke"
     assert all(f.valid for f in found[:3] + found[6:])
     assert pool.crashes == {Crash.DIED: 1, Crash.MEMORY: 1}
-
-
-# ------------------------------------------------------------------ what tools may do
 
 
 def test_worker_has_no_jax(shared):
@@ -294,8 +288,8 @@ def go_on(pool, rollouts):
 
 
 KILLERS = {
-    "sleep": (Crash.TIME, "gave no answer within 0.7 s"),
-    "spin": (Crash.TIME, "gave no answer within 0.7 s"),
+    "sleep": (Crash.TIME, "gave no answer within 1.2 s"),
+    "spin": (Crash.TIME, "gave no answer within 1.2 s"),
     "orphan": (Crash.DIED, "ended (exit code 5)"),
     "allocate": (Crash.MEMORY, "wanted more than 400 MB"),
     "exit": (Crash.DIED, "ended (exit code 3)"),
@@ -329,11 +323,11 @@ def test_a_killer_costs_its_own_rollout_only(pools, caplog, name):
         assert part in record.getMessage()
 
 
-@pytest.mark.parametrize("making, reason", [("exit", Crash.DIED), ("sleep", Crash.TIME)])
-def test_a_killer_that_waits_in_the_making(pools, making, reason):
-    pool = pools(call_s=0.2)
+@pytest.mark.parametrize("making, reason, n", [("exit", Crash.DIED, 2), ("sleep", Crash.TIME, 1)])
+def test_a_killer_that_waits_in_the_making(pools, making, reason, n):
+    pool = pools(call_s=0.5)
     other = pool.start(task("other"), False)
-    group = [pool.start(task("trap", making=making), False) for _ in range(2)]
+    group = [pool.start(task("trap", making=making), False) for _ in range(n)]
     last = pool.start(task("last"), False)
     assert pool.execute(other, [add(3)]).result()[0].text == '{"total": 3}'
     for rollout in group:
@@ -341,7 +335,7 @@ def test_a_killer_that_waits_in_the_making(pools, making, reason):
             pool.execute(rollout, [add(1)]).result()
         assert (caught.value.reason, caught.value.call) == (reason, None)
     assert pool.execute(last, [add(4)]).result()[0].text == '{"total": 4}'
-    assert pool.crashes == {reason: 2}
+    assert pool.crashes == {reason: n}
 
 
 def test_one_bad_task_is_no_outage(pools):
@@ -414,9 +408,6 @@ def test_an_environment_that_answers_otherwise_is_not_taken_for_the_same(pools):
     assert pool.execute(fair, [add(1)]).result()[0].text == '{"total": 8}'
 
 
-# ------------------------------------------------------------------ beginning and end
-
-
 @pytest.mark.parametrize("factory, line", [
     ("make_refused", "odd tools are not installed: pip install odd-tools"),
     ("make_broken", "the suite cannot be made in a worker process: KeyError: 'missing'"),
@@ -452,10 +443,9 @@ def test_close_ends_all_and_reaps_them(pools):
     assert not any(map(alive, pool.pids))  # not even zombies
     assert len(os.listdir("/proc/self/fd")) == handles - 9
     pool.close()
-    with pytest.raises(Outage, match="closed"):
-        busy.result()
-    with pytest.raises(Outage, match="closed"):
-        pool.start(task("t"), False)
+    for use in (busy.result, lambda: pool.start(task("t"), False)):
+        with pytest.raises(Outage, match="closed"):
+            use()
 
 
 def test_a_pool_that_is_dropped_ends_its_workers():
@@ -498,8 +488,7 @@ def test_workers_end_with_their_parent(last):
 
 
 @pytest.mark.parametrize("field, value", [
-    ("count", -1), ("call_s", 0.0), ("call_s", float("nan")), ("memory_mb", -5),
-    ("output_chars", 0)])
+    ("count", -1), ("call_s", 0.0), ("call_s", float("nan")), ("output_chars", 0)])
 def test_settings_that_make_no_sense_are_refused(field, value):
     with pytest.raises(ValueError, match=f"workers.{field} is .*: give ") as caught:
         HostConfig(**{field: value})

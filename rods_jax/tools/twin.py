@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from rods_jax.tools.env import UserTurn
@@ -48,39 +48,43 @@ def every_tool(task: Task) -> frozenset[str]:
     return frozenset().union(*(turn.tools for turn in task.turns))
 
 
-def run_gold(task: Task, world: World) -> tuple[GoldTurn, ...]:
-    """Runs the gold calls of all turns in a fresh world."""
-    tools, found = every_tool(task), []
+def gold_turns(task: Task, world: World, keep: bool) -> Iterator[GoldTurn]:
+    """Runs the gold calls turn by turn in a fresh world. With `keep` every turn's world stays
+    as that turn left it; without, it is the one world that goes on."""
+    tools = every_tool(task)
     last = max((i for i, turn in enumerate(task.turns) if turn.gold), default=-1)
+    kept: World | None = None
     for i, turn in enumerate(task.turns):
         texts = tuple(world.call(call, tools).text for call in turn.gold)
-        unchanged = found and not turn.gold
-        found.append(GoldTurn(texts, found[-1].world if unchanged
-                              else world if i >= last else world.snapshot()))
-    return tuple(found)
+        if keep and i < last and (turn.gold or kept is None):
+            kept = world.snapshot()
+        yield GoldTurn(texts, kept if keep and i < last else world)
 
 
 class GoldRuns:
-    """The gold runs of the tasks that were played last. Tasks are told apart by identity: two
-    with one uid may differ, and a task never changes. Safe to share between threads."""
+    """The gold runs of the tasks that were played last. A task's first rollout has a run of its
+    own; from the second on they share one, whose snapshots then pay. Tasks are told apart by
+    identity: two with one uid may differ, and a task never changes. Safe between threads."""
 
     def __init__(self, make_world: Callable[[Task], World]):
         self._make_world = make_world
         self._runs: collections.OrderedDict[int, tuple[Task, tuple[GoldTurn, ...]]] = \
-            collections.OrderedDict()
+            collections.OrderedDict()  # () of a task that was played once
         self._lock = threading.Lock()
 
-    def __call__(self, task: Task) -> tuple[GoldTurn, ...]:
+    def __call__(self, task: Task) -> Iterator[GoldTurn]:
         with self._lock:
-            known = self._runs.get(id(task))
-        if known is not None:
-            return known[1]
-        run = run_gold(task, self._make_world(task))
+            _, run = self._runs.get(id(task), (task, None))
+        if run:
+            return iter(run)
+        again = run is not None
+        turns = gold_turns(task, self._make_world(task), keep=again)
+        run = tuple(turns) if again else ()
         with self._lock:
             self._runs[id(task)] = task, run  # holding the task keeps its id from another
             if len(self._runs) > GOLD_RUNS:
                 self._runs.popitem(last=False)
-        return run
+        return iter(run) if again else turns
 
     def __getstate__(self):
         return self._make_world
@@ -96,6 +100,7 @@ class TwinEnv:
     def __init__(self, task: Task, world: World, gold: GoldRuns, scoring: Scoring):
         self.task, self.world = task, world
         self._gold, self._scoring = gold, scoring
+        self._gold_turns: Iterator[GoldTurn] | None = None  # until the first turn is scored
         self._turn = -1
         self._open = False
         self._seen: collections.Counter[str] = collections.Counter()
@@ -133,7 +138,9 @@ class TwinEnv:
         if not self._open:
             raise ValueError("end_turn outside a turn: call begin_turn first")
         self._open = False
-        gold, mode = self._gold(self.task)[self._turn], self._scoring.mode
+        if self._gold_turns is None:
+            self._gold_turns = self._gold(self.task)
+        gold, mode = next(self._gold_turns), self._scoring.mode
         if self.task.turns[self._turn].gold:
             state_ok = self.world.same(gold.world, mode)
             exec_ok = holds_results(self._seen, gold.texts, mode) and (

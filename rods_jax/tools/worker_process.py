@@ -76,7 +76,7 @@ class Operation:
         call = self.call
         if call is None:
             return _NAMES[self.request]
-        text = f"{call.name}({json.dumps(dict(call.arguments))})"
+        text = " ".join(f"{call.name}({json.dumps(dict(call.arguments))})".split())
         return text if len(text) <= 100 else f"{text[:97]}..."
 
     def fresh(self) -> Operation:

@@ -164,7 +164,9 @@ class WorkerPool:
             if worker.writing:
                 poll.register(worker.requests, select.POLLOUT)
         ends = [worker.expires for worker in self.workers if worker.expires is not None]
-        wait_s = max(0.0, min(ends) - time.monotonic()) if ends else 0.0
+        if not ends:
+            raise ValueError("no worker was asked anything: there is nothing to wait for")
+        wait_s = max(0.0, min(ends) - time.monotonic())
         ready = {end for end, _ in poll.poll(1000 * wait_s)}
         looked = time.monotonic()
         for worker in list(self.workers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -71,5 +72,8 @@ def _played(task: Task, row: Json) -> Replay | EnvError:
     if len(row) == 2:
         return EnvError(*row)
     outcomes, results, n_given = row
-    return Replay(tuple(ToolResult(*r) for r in results), tuple(TurnOutcome(*o) for o in outcomes),
+    return Replay(tuple(ToolResult(*r) for r in results), tuple(_outcome(*o) for o in outcomes),
                   len(task.turns), n_given)
+
+
+_outcome = functools.lru_cache(1024)(TurnOutcome)  # few different ones, and they never change

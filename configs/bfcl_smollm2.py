@@ -27,6 +27,7 @@ def get_config() -> ConfigDict:
         sampler=dict(slots=18, max_len=1024, prompt_len=768, chunk=48, max_new=64,
                      prefill_groups=1),
         engine=dict(max_steps=4),
+        workers=dict(count=1),
         update=dict(temperature=0.6, logit_chunk=64),
         optimizer=dict(lr=1e-6),
         pool=dict(capacity=32, p_max=16, beta=0.5),

@@ -66,10 +66,8 @@ def biased_params():
     return params | {"embed": embed_VxD.at[:, 0].add(1.0), "head": jnp.asarray(head_DxV)}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """(folder of a run of two steps, its summary, what it printed, tool calls that ran)."""
-    folder = tmp_path_factory.mktemp("smollm2") / "run"
+def trained(folder, **more):
+    """(folder of a run, its summary, what it printed, tool calls that ran in this process)."""
     called = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "smollm2_path", lambda: "tiny.gguf")
@@ -78,11 +76,36 @@ def run(tmp_path_factory):
         call = bfcl_sandbox.Sandbox.call
         patch.setattr(bfcl_sandbox.Sandbox, "call",
                       lambda self, what: called.append(what.name) or call(self, what))
-        sets = [part for name, value in SIZES.items() for part in ("--set", f"{name}={value!r}")]
+        sets = [part for name, value in (SIZES | more).items()
+                for part in ("--set", f"{name}={value!r}")]
         shown = []
         patch.setattr("builtins.print", lambda *words, **_: shown.append(" ".join(map(str, words))))
         command.main(["--config", str(CONFIG), "--out", str(folder), "--cache", str(folder), *sets])
     return folder, json.loads((folder / "summary.json").read_text()), shown, called
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("smollm2") / "run", **{"workers.count": 0})
+
+
+def test_workers_hints_and_the_papers_split(run, tmp_path):
+    """The same tools in worker processes; hints change what is said, and no score of a step."""
+    plain = metrics.read(run[0] / "metrics.jsonl")[0]
+    folder, _, shown, called = trained(tmp_path / "workers", steps=1)
+    row, = metrics.read(folder / "metrics.jsonl")
+    same = ("reward_mean", "progress_mean", "format_mean", "zone_boundary", "grad_norm", "ends")
+    assert {name: row[name] for name in same} == {name: plain[name] for name in same}
+    assert row["tool_crashes"] == row["workers_replaced"] == row["env_errors"] == 0
+    folder, _, shown, called = trained(
+        tmp_path / "paper", steps=1, synthesis_on=False, **{
+            "tasks.split": "paper", "tasks.held_in": 16, "tasks.seeds": 16, "tasks.hints": True,
+            "pool.capacity": 48})
+    assert not called  # all tools ran in workers, and nothing was planned
+    line, = (text for text in shown if text.startswith("split paper: "))
+    assert 0 < int(line.split()[2].rstrip("%")) <= 100
+    row, = metrics.read(folder / "metrics.jsonl")
+    assert row["env_errors"] == 0 and 0 < row["format_mean"] < 1
 
 
 def test_tools_ran_and_the_format_reward_trained(run):

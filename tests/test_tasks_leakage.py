@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from rods_jax.tasks.leakage import HeldOutGuard, Leak, root_scenario
-from rods_jax.types import Category, Task, ToolCall, Turn
+from rods_jax.tasks.leakage import HeldOutGuard, Leak, crossing, root_scenario
+from rods_jax.types import Category, Source, Task, ToolCall, Turn
 from test_synthesis_suite import notes_task
 
 
@@ -44,9 +44,17 @@ def test_a_withheld_form_with_a_wrong_scenario_is_refused(category):
     assert HeldOutGuard([disguise]).leak(held_in) in (Leak.TEXT, Leak.GOLD, Leak.CONTENT)
 
 
-def test_lineage_is_optional_and_empty_things_do_not_match():
-    variant = flight("other", scenario="7~1.0", to="JFK")
-    assert HeldOutGuard([flight()], lineage=False).leak(variant) is None
+def test_where_siblings_cross_only_variants_that_equal_a_held_in_task_are_refused():
+    guard = HeldOutGuard([flight()], siblings_cross=True)
+    assert guard.leak(flight(uid="its long_context sibling")) is None  # a seed, by the split
+    generated = lambda task: dataclasses.replace(task, source=Source.GENERATED)  # noqa: E731
+    assert guard.leak(generated(flight("other", scenario="7~1.0", to="JFK"))) is None
+    assert guard.leak(generated(flight(scenario="7~1.0"))) is Leak.CONTENT
+    assert guard.leak(generated(flight("Fly me to LA", scenario="7~1.0"))) is Leak.GOLD
+    assert crossing([flight()], [flight(), flight(scenario="8")]) == 0.5
+
+
+def test_empty_things_do_not_match():
     assert root_scenario("7~1.0~9.2") == "7"
     empty = dataclasses.replace(flight(), turns=(Turn("", (), ()),))
     other = dataclasses.replace(empty, turns=(Turn("", (ToolCall("f", {}),), ()),), scenario="z")

@@ -53,15 +53,14 @@ def crossing(train: Iterable[Task], held_in: Sequence[Task]) -> float:
 class HeldOutGuard:
     """Refuses candidates that equal a held-in evaluation task.
 
-    With `lineage`, a variant whose line began at a held-in scenario is refused too. With
-    `siblings_cross` the split itself puts siblings on both sides: seeds pass and scenarios
-    are not looked at, but a variant with a held-in task's texts or gold is still refused.
-    `counts` says how many were refused, by reason.
+    A variant whose line began at a held-in scenario is refused too. With `siblings_cross` the
+    split itself puts siblings on both sides: seeds pass and scenarios are not looked at, but a
+    variant with a held-in task's texts or gold is still refused. `counts` says how many were
+    refused, by reason.
     """
 
-    def __init__(self, held_in: Iterable[Task] = (), *, lineage: bool = True,
-                 siblings_cross: bool = False):
-        self._lineage, self._siblings_cross = lineage, siblings_cross
+    def __init__(self, held_in: Iterable[Task] = (), *, siblings_cross: bool = False):
+        self._siblings_cross = siblings_cross
         self._content, self._texts, self._golds, self._scenarios = set(), set(), set(), set()
         for task in held_in:
             self._content.add(task.content_hash)
@@ -78,8 +77,8 @@ class HeldOutGuard:
             return None
         if task.content_hash in self._content:
             return Leak.CONTENT
-        if not self._siblings_cross and (task.scenario in self._scenarios or (
-                self._lineage and root_scenario(task.scenario) in self._scenarios)):
+        if not self._siblings_cross and (
+                task.scenario in self._scenarios or root_scenario(task.scenario) in self._scenarios):
             return Leak.SCENARIO
         if text_hash(task) in self._texts:
             return Leak.TEXT

@@ -1,8 +1,8 @@
 """Evaluate a checkpoint: `python -m experiments.evaluate --config C --checkpoint DIR`.
 
 DIR is a folder step_NNNNNNNNN, the checkpoints/ around it (the newest counts) or the run
-folder. Every task of --split is played once sampled (temperature 1) and once greedily, with
-the key that the run itself evaluates with. Only the weights are read.
+folder. Every task of --split is played once sampled (temperature 1) and, unless eval.greedy
+is False, once greedily, with the key that the run itself evaluates with. Only the weights are read.
 
 --official scores as BFCL's own checker and plays by the benchmark's rules: at most 21 messages a
 turn, a message that cannot be read ends its turn, a last turn that ran out of messages is
@@ -80,7 +80,7 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
     engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
     try:
-        found = evaluate_ways(engine, params, tasks, config.seed)
+        found = evaluate_ways(engine, params, tasks, config.seed, config.eval.greedy)
     finally:
         host.close()
     return {way: dataclasses.asdict(result) for way, result in found.items()}

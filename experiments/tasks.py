@@ -88,9 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--split-seed is of suite bfcl only, suite is {args.suite}: leave it out")
     suite = make_suite(SuiteSpec(SuiteName(args.suite), args.factory,
                                  split=SplitRule(args.split_rule), split_seed=args.split_seed))
-    if not callable(getattr(suite, "make_env", None)):
-        raise UserError(f"{args.factory} returned a {type(suite).__name__}: return a suite, such "
-                        "as rods_jax.tools.classes.ClassSuite")
     text, found, code = args.run(suite, args)
     if args.json != "-":
         print(text)

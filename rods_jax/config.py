@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import types
@@ -46,6 +47,14 @@ class _Origin:
 
     file: str
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def set_by(self, path: str, said: str) -> str:
+        """The `--set` below `path` whose field a complaint names, "" where none does."""
+        for field, text in self.overrides.items():
+            outer, _, name = field.rpartition(".")
+            if outer == path and name in re.findall(r"\w+", said):
+                return f"--set {text}"
+        return ""
 
     def error(self, path: str, got: str, expected: str, remedy: str) -> ConfigError:
         where = self.file
@@ -235,8 +244,10 @@ def _convert_dataclass(cls: Any, value: Any, origin: _Origin, path: str) -> Any:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
+        names = list(_fields(cls)) or ["no fields"]
         raise origin.error(path, _shown(value), f"the fields of {cls.__name__}",
-                           f"give a group with {', '.join(_fields(cls)) or 'no fields'}")
+                           f"set each on its own, as {_join(path, names[0])}=..., or give a group "
+                           f"with {', '.join(names)}")
     fields = _fields(cls)
     for key in value:
         if key not in fields:
@@ -255,7 +266,8 @@ def _convert_dataclass(cls: Any, value: Any, origin: _Origin, path: str) -> Any:
     except ConfigError:
         raise
     except ValueError as e:  # the dataclass's own check of its values
-        raise ConfigError(" ".join(f"{origin.file}: {path or cls.__name__}: {e}".split())) from e
+        where = origin.set_by(path, str(e)) or f"{origin.file}: {path or cls.__name__}"
+        raise ConfigError(" ".join(f"{where}: {e}".split())) from e
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from rods_jax.warm_start import warm_start
 ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
 SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
 # Fields that decide nothing a step computes, so a resumed run may change them.
-FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints")
+FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "workers")
 
 
 @dataclasses.dataclass
@@ -93,7 +93,12 @@ class Run:
         self.guard = HeldOutGuard(
             (task for name in suite.held_out for task in suite.split(name)),
             siblings_cross=suite.siblings_cross)
+        if config.synthesis_on and not suite.plans:
+            raise UserError(f"suite {suite.name} brings no planner, so it cannot make variants: "
+                            "set synthesis_on=False")
         self.seeds = split(suite, "train", config.tasks.seeds)
+        if config.tasks.hints:
+            print("hints: failed calls are told what would help, in training only", flush=True)
         if suite.siblings_cross:
             print(f"split {config.tasks.split.value}: {crossing(self.seeds, self.held_in):.0%} of "
                   "the held-in tasks have a sibling among the seeds", flush=True)
@@ -277,6 +282,7 @@ class Run:
             "progress_mean": average([rewards.progress(t) for t, _ in usable]),
             "success_mean": average([rewards.binary(t) for t, _ in usable]),
             "format_mean": average([rewards.format_reward(t, task) for t, task in usable]),
+            "call_error_share": _call_error_share([t for t, _ in usable]),
             **{f"zone_{zone.name.lower()}": average(zones_T == int(zone))
                for zone in boundary.Zone if zone is not boundary.Zone.UNSEEN},
             **{name: mean(name) for name in (
@@ -336,6 +342,13 @@ class Run:
         self.synthesizer = Synthesizer.restore(
             host["synthesizer"], self.parts.suite, self.config.synthesis, self.config.seed,
             self.guard)
+
+
+def _call_error_share(trajectories: list[Trajectory]) -> float | None:
+    """Of the calls in turns that were ended, how many were answered with an error."""
+    outcomes = [outcome for t in trajectories for outcome in t.outcomes]
+    calls = sum(outcome.n_calls for outcome in outcomes)
+    return sum(outcome.n_errors for outcome in outcomes) / calls if calls else None
 
 
 def check_config(path: pathlib.Path, host: Json, config: RunConfig,

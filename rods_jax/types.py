@@ -130,6 +130,15 @@ class Task:
     parent: str | None = None
     generation: int = 0
 
+    def __post_init__(self):
+        for name, kind in (("category", Category), ("source", Source)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):  # a plain string must not be told apart later
+                if value not in [member.value for member in kind]:
+                    raise ValueError(f"task {self.uid}: {name} {value!r} is not one of "
+                                     + ", ".join(member.value for member in kind))
+                object.__setattr__(self, name, kind(value))
+
     @property
     def content_hash(self) -> str:
         """Hash of what the agent sees and must do, blind to uid, case and spacing."""
@@ -177,11 +186,17 @@ class Task:
                              + ", ".join(c.value for c in Category))
         if row["source"] not in {s.value for s in Source}:
             raise ValueError(f"source {row['source']!r} is not one of seed, generated")
+        if not row["uid"]:
+            raise ValueError("uid is empty: give every task a name")
+        if row["generation"] < 0:
+            raise ValueError(f"generation is {row['generation']}: 0 is a seed")
+        _texts("domains", row["domains"])
         if not row["turns"]:
             raise ValueError("turns is empty: a task needs at least one user turn")
         turns = []
         for i, turn in enumerate(row["turns"]):
             _fields(f"turns[{i}]", turn, {"user": str, "gold": list, "tools": list})
+            _texts(f"turns[{i}].tools", turn["tools"])
             for j, call in enumerate(turn["gold"]):
                 _fields(f"turns[{i}].gold[{j}]", call, {"name": str, "arguments": dict})
             gold = tuple(ToolCall(c["name"], c["arguments"]) for c in turn["gold"])
@@ -191,6 +206,12 @@ class Task:
             initial_config=row["initial_config"], turns=tuple(turns), scenario=row["scenario"],
             source=Source(row["source"]), parent=row["parent"], generation=row["generation"],
         )
+
+
+def _texts(where: str, items: list) -> None:
+    for i, item in enumerate(items):
+        if not isinstance(item, str):
+            raise ValueError(f"{where}[{i}] has the wrong type {type(item).__name__}")
 
 
 def _fields(where: str, row: Json, types: Mapping[str, Any]) -> None:

@@ -20,7 +20,7 @@ calls = st.builds(ToolCall, st.text(max_size=6),
 turns = st.builds(Turn, st.text(max_size=20), st.lists(calls, max_size=3).map(tuple),
                   st.lists(st.text(max_size=5), max_size=3).map(tuple))
 tasks = st.builds(
-    Task, uid=st.text(max_size=5), domains=st.lists(st.text(max_size=4), max_size=2).map(tuple),
+    Task, uid=st.text(min_size=1, max_size=5), domains=st.lists(st.text(max_size=4), max_size=2).map(tuple),
     category=st.sampled_from(Category),
     initial_config=st.dictionaries(st.text(max_size=5), json_values, max_size=3),
     turns=st.lists(turns, min_size=1, max_size=3).map(tuple), scenario=st.text(max_size=6),

@@ -94,6 +94,34 @@ def test_a_directory_into_itself_is_refused(name):
     assert box.call(ToolCall("find", {})).text == '{"matches": ["./d"]}'
 
 
+def _files(*calls):
+    box = Sandbox(["GorillaFileSystem"], {"GorillaFileSystem": {"root": {
+        "r": {"type": "directory", "contents": {}}}}}, False)
+    keys = {"mkdir": ("dir_name",), "cd": ("folder",), "cp": ("source", "destination"),
+            "mv": ("source", "destination"), "ls": (), "du": ()}
+    results = [box.call(ToolCall(name, dict(zip(keys[name], given)))) for name, *given in calls]
+    return box, results
+
+
+def test_a_directory_cannot_end_up_inside_itself_by_way_of_a_copy():
+    box, results = _files(
+        ("mkdir", "p"), ("cd", "p"), ("mkdir", "t"), ("cd", ".."), ("cp", "p", "x"),
+        ("cp", "p", "y"), ("mv", "y", "x"), ("cd", "x"), ("mv", "y", "t"))
+    assert [r.ok for r in results] == [True] * 8 + [False]
+    assert "would hold itself" in results[-1].text
+    assert json.loads(box.call(ToolCall("ls", {})).text) == {
+        "current_directory_content": ["t", "y"]}  # as before
+    assert box.call(ToolCall("du", {})).ok
+
+
+def test_a_tree_cannot_be_doubled_for_ever():
+    level = [("mkdir", "p"), ("cp", "d", "p"), ("mv", "d", "e"), ("mv", "e", "p"), ("mv", "p", "d")]
+    box, results = _files(("mkdir", "d"), *(level * 30))
+    refused = [r.text for r in results if "over 20000 entries" in r.text]
+    assert refused and all(r.ok for r in results[:5 * 12])
+    assert len(box.call(ToolCall("find", {})).text) < 5_000_000
+
+
 def test_a_tree_without_end_is_unequal_not_fatal():
     config = {"GorillaFileSystem": {"root": {"r": {"type": "directory", "contents": {
         "d": {"type": "directory", "contents": {}}}}}}}

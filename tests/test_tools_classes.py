@@ -1,5 +1,6 @@
 """A user's own classes as a suite: specs read off them, isolation, errors, scores."""
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -77,6 +78,8 @@ class Shelf:
             return self.fail(how)
         if how == "memory":
             raise MemoryError
+        if how == "cancel":
+            raise asyncio.CancelledError
         if how == "exit":
             sys.exit("bye")
         if how == "mute":
@@ -227,13 +230,20 @@ def test_results_as_text():
 
 
 @pytest.mark.parametrize("how, text", [
-    ("deep", "maximum recursion depth exceeded"), ("memory", "MemoryError"), ("exit", "bye"),
+    ("deep", "maximum recursion depth exceeded"), ("exit", "bye"),
+    ("cancel", "CancelledError"),
     ("mute", "_Mute"), ("object", "the tool's answer is not JSON data"), ("other", "'other'"),
     ("key", "the tool's answer is not JSON data"),
 ])
 def test_any_failure_of_a_tool_is_a_result(how, text):
     ((said, ok),) = run(started(), ("fail", {"how": how}))
     assert not ok and said.startswith(f"Error: {text}") and "\n" not in said
+
+
+def test_no_memory_is_the_processes_affair():
+    """As a result it could be taken for what the gold calls answer."""
+    with pytest.raises(MemoryError):
+        run(started(), ("fail", {"how": "memory"}))
 
 
 def test_an_error_object_is_not_ok_and_keeps_its_text():
@@ -328,28 +338,6 @@ def test_objects_in_the_state_compare_by_their_attributes():
     assert play(made, some, [[[ToolCall("grow", {"by": 2})]]]).outcomes[0].state_ok is False
     endless = dataclasses.replace(some, turns=(Turn("x", (ToolCall("tie", {}),), ("tie",)),))
     assert replay(made, endless).outcomes[0].state_ok is False  # and no RecursionError
-
-
-class Lockers:
-    def __init__(self, guarded: bool = False):
-        self.open = set()
-        self.guard = threading.Lock() if guarded else None
-
-    def unlock(self, number: int) -> str:
-        """Open a locker."""
-        self.open.add(number)
-        return "open"
-
-
-@pytest.mark.parametrize("guarded", [False, True])
-def test_each_turn_is_compared_with_the_state_of_its_own_time(guarded):
-    made = ClassSuite("l", {"l": Lockers}, {"train": [ADD]}, held_out=())
-    some = task([("unlock", {"number": 1})], [("unlock", {"number": 2})], domains=("l",),
-                config={"l": {"guarded": guarded}}, tools=("unlock",))
-    # A state that cannot be copied equals none: the gold fails, which a check shows.
-    assert [o.state_ok for o in replay(made, some).outcomes] == [not guarded] * 2
-    early = [[[ToolCall("unlock", {"number": 1}), ToolCall("unlock", {"number": 2})]], [[]]]
-    assert [o.state_ok for o in play(made, some, early).outcomes] == [False, not guarded]
 
 
 def test_hints_and_scoring_options():

@@ -40,6 +40,8 @@ def reference_equal(a, b):
 @settings(max_examples=300, deadline=None)
 @given(JSON, JSON)
 def test_values_and_texts_compare_as_the_reference_does(a, b):
+    assert not same_value({True: 1}, {1: 1}) and same_value({1: 1}, {1.0: 1})
+    assert not same_value({True}, {1}) and same_value({True, 2}, {2.0, True})
     for x, y in ((a, b), (a, json.loads(json.dumps(a)))):
         assert same_value(x, y) == reference_equal(x, y)
         assert (answer_key(json.dumps(x)) == answer_key(json.dumps(y))) == reference_equal(x, y)
@@ -263,7 +265,15 @@ def test_a_spec_is_plain_data_and_refuses_what_does_not_fit():
                         (dict(name=SuiteName.CUSTOM), "give both or neither")):
         with pytest.raises(ValueError, match=said):
             SuiteSpec(**wrong)
-    with pytest.raises(ValueError, match="'nowhere:f' cannot be imported"):
-        make_suite(SuiteSpec(SuiteName.CUSTOM, "nowhere:f"))
+    for factory, said in (("nowhere:f", "'nowhere:f' cannot be imported"),
+                          ("nowhere", "is not 'module:function'"),
+                          ("os:nothing", "'os:nothing' cannot be imported"),
+                          ("os:abort_", "cannot be imported"), ("sys:exit", "raised SystemExit"),
+                          ("os:getcwd", "returned a str: return a suite"),
+                          ("json:loads", "raised TypeError")):
+        with pytest.raises(ValueError, match=said):
+            make_suite(SuiteSpec(SuiteName.CUSTOM, factory))
+    with pytest.raises(ValueError, match="split_seed is of suite bfcl only"):
+        SuiteSpec(split_seed=3)
     with pytest.raises(ValueError, match="no official checker"):
         make_suite(SuiteSpec(scoring=Scoring(Mode.OFFICIAL)))

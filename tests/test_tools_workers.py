@@ -410,7 +410,7 @@ def test_an_environment_that_answers_otherwise_is_not_taken_for_the_same(pools):
 
 @pytest.mark.parametrize("factory, line", [
     ("make_refused", "odd tools are not installed: pip install odd-tools"),
-    ("make_broken", "the suite cannot be made in a worker process: KeyError: 'missing'"),
+    ("make_broken", "suite factory 'worker_suite:make_broken' raised KeyError: 'missing'; mend it"),
     ("no_such", "suite factory 'worker_suite:no_such' cannot be imported"),
     ("make_dead", "3 in a row got nothing done, the last ended (exit code 9)")])
 def test_workers_that_do_not_come_up_are_one_line(pools, factory, line):

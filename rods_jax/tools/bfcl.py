@@ -32,6 +32,7 @@ class BFCLSuite:
     name = "bfcl"
     split_names = ("train", "held_in")
     held_out = ("held_in",)
+    plans = True
 
     def __init__(self, scoring: Scoring = Scoring(), domains: Sequence[str] = (),
                  split_rule: SplitRule = SplitRule.GROUPED, split_seed: int = 0,

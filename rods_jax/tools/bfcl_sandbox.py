@@ -3,18 +3,20 @@
 A call is a tool name and literal keyword arguments; it reaches the class by getattr. What the
 classes share between instances is cut here: mutable default arguments, long-context records
 that enter a state by reference, the precision that mpmath and decimal keep globally. Result
-texts equal those of BFCL's own executor for every call that runs there.
+texts equal those of BFCL's own executor, but for what is clamped or refused here (huge
+precisions, powers and trees) and for the records that rollouts no longer share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import decimal
 import functools
 import inspect
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rods_jax.tools.bfcl_data import tool_class, tool_domains, tool_module
@@ -24,6 +26,7 @@ MAX_STRING = 20_000  # characters of one string argument
 MAX_NODES = 5_000  # values in all arguments of one call
 MAX_DEPTH = 12
 MAX_INT = 2**256  # magnitude
+MAX_ENTRIES = 20_000  # of the file system
 MAX_DIGITS = 1_000  # precision of logarithm, square_root, round_number
 _PRECISE = frozenset({"logarithm", "square_root"})  # tools that set a global precision
 MAX_POWER_BITS = 14_000  # size of an integer power, below the 4300 digits Python prints
@@ -175,11 +178,13 @@ class Sandbox:
         return frozenset(self._instances)
 
     def call(self, call: ToolCall) -> ToolResult:
-        """Runs one call; any failure becomes an error text. `ok` is False also where the
-        tool itself answered with an error."""
+        """Runs one call; any failure becomes an error text, but MemoryError, which is the
+        process's affair. `ok` is False also where the tool itself answered with an error."""
         try:
             return self._call(call)
-        except Exception as error:  # RecursionError and MemoryError included
+        except MemoryError:
+            raise
+        except Exception as error:  # RecursionError included
             return ToolResult(f"Error during execution: {error}", False)
 
     def _call(self, call: ToolCall) -> ToolResult:
@@ -197,18 +202,29 @@ class Sandbox:
             arguments.setdefault(name, make())
         if call.name == "power" and _power_bits(arguments) > MAX_POWER_BITS:
             raise ValueError("the power has too many digits")
-        self._refuse_cycle(call.name, arguments)
         method = getattr(self.instance(domain), call.name)
-        return _run_isolated(call.name, lambda: method(**arguments))
+        with self._bounded_tree(call.name, arguments):
+            return _run_isolated(call.name, lambda: method(**arguments))
 
-    def _refuse_cycle(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """A directory put into itself would be a tree without end."""
-        source = arguments.get("source")
-        if name not in ("cp", "mv") or source != arguments.get("destination"):
+    @contextlib.contextmanager
+    def _bounded_tree(self, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Undoes a cp or mv that leaves a directory inside itself, or a tree that listing
+        tools take minutes for: copies share what they hold, so a few calls double it."""
+        if name not in ("cp", "mv"):
+            yield
             return
-        entry = self.instance("GorillaFileSystem")._current_dir.contents.get(source)
-        if hasattr(entry, "contents"):
-            raise ValueError(f"{name}: cannot put directory '{source}' into itself")
+        system = self.instance("GorillaFileSystem")
+        here = system._current_dir.contents
+        there = getattr(here.get(arguments.get("destination")), "contents", None)
+        places = [(place, dict(place)) for place in (here, there) if place is not None]
+        yield
+        # A directory moved into itself is no longer below the root.
+        if any(_n_entries(place) > MAX_ENTRIES for place in (system.root.contents, there or {})):
+            for place, before in places:
+                place.clear()
+                place.update(before)
+            raise ValueError(f"{name}: the directory would hold itself, or the tree over "
+                             f"{MAX_ENTRIES} entries")
 
     def state(self, domains: Iterable[str] | None = None) -> dict[str, dict[str, Any]]:
         """What a comparison sees: the attributes without a leading underscore, of these domains
@@ -227,6 +243,24 @@ class Sandbox:
             vars(copy_).update((k, _copy_state(v)) for k, v in vars(instance).items()
                                if k[0] != "_")
         return frozen
+
+
+def _n_entries(contents: dict[str, Any]) -> float:
+    """Files and directories below, each as often as a walk meets it; infinite where a directory
+    holds itself, or where the tree is deeper than Python recurses."""
+    known: dict[int, float] = {}
+
+    def count(contents: dict[str, Any]) -> float:
+        if id(contents) not in known:
+            known[id(contents)] = math.inf  # for whoever meets it inside itself
+            known[id(contents)] = len(contents) + sum(
+                count(entry.contents) for entry in contents.values() if hasattr(entry, "contents"))
+        return known[id(contents)]
+
+    try:
+        return count(contents)
+    except RecursionError:
+        return math.inf
 
 
 def _copy_state(value: Any) -> Any:

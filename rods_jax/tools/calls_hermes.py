@@ -32,12 +32,11 @@ def parse_hermes(text: str, declared: Collection[str] | None = None,
     if declared is not None and OPEN not in text:
         return parse_json_calls(text, declared, limits)
     found = Found()
-    at, tagged = 0, False
+    at, tagged, thought = 0, False, 0
     while (match := _TAG.search(text, at)) and not found.full(limits):
         if match[0] == UNTHINK:
             # The prompt opened the block: all up to here was thought.
-            found, tagged = Found(), False
-            found.reasoning.append(text[: match.start()].replace(THINK, ""))
+            found, tagged, thought = Found(), False, match.start()
             at = match.end()
             continue
         found.text.append(text[at: match.start()])
@@ -46,7 +45,7 @@ def parse_hermes(text: str, declared: Collection[str] | None = None,
             if end < 0:
                 found.reasoning.append(text[match.end():])
                 found.errors.append("truncated: the reasoning is not closed")
-                return found.parsed(limits)
+                return _parsed(found, text[:thought], limits)
             found.reasoning.append(text[match.end(): end])
             at = end + len(UNTHINK)
         else:
@@ -55,7 +54,14 @@ def parse_hermes(text: str, declared: Collection[str] | None = None,
     found.text.append(text[at:])
     if declared is not None and not tagged:  # all tags stood in the reasoning
         bare = parse_json_calls("".join(found.text), declared, limits)
-        return dataclasses.replace(bare, reasoning=found.parsed(limits).reasoning)
+        reasoning = _parsed(found, text[:thought], limits).reasoning
+        return dataclasses.replace(bare, reasoning=reasoning)
+    return _parsed(found, text[:thought], limits)
+
+
+def _parsed(found: Found, thought: str, limits: Limits) -> ParsedText:
+    """`thought`: what stood before the last closer without an opener."""
+    found.reasoning.insert(0, thought.replace(THINK, ""))
     return found.parsed(limits)
 
 

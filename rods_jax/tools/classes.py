@@ -40,7 +40,10 @@ _LONGEST = 80  # characters of a name that are repeated
 
 
 class ClassSuite:
-    """Implements rods_jax.tools.env.Suite without synthesis: train with synthesis_on=False."""
+    """Implements rods_jax.tools.env.Suite without synthesis: train with synthesis_on=False. A
+    subclass that brings plan, repair, write and augment sets `plans`."""
+
+    plans = False
 
     def __init__(self, name: str, classes: Mapping[str, type],
                  splits: Mapping[str, str | os.PathLike | Sequence[Task]],
@@ -183,9 +186,12 @@ class ClassWorld:
         self._instances = {domain: _instance(cls, task, domain) for domain, cls in classes.items()}
 
     def call(self, call: ToolCall, visible: frozenset[str]) -> ToolResult:
+        """MemoryError and KeyboardInterrupt pass: they are the process's affair."""
         try:
             return self._call(call, visible)
-        except (Exception, SystemExit) as error:  # RecursionError and MemoryError included
+        except (MemoryError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # a tool may even exit or cancel
             return ToolResult(f"Error: {_said(error)}", False)
 
     def _call(self, call: ToolCall, visible: frozenset[str]) -> ToolResult:
@@ -214,11 +220,13 @@ class ClassWorld:
         except Exception:  # of an __eq__ that a tool class brings, or a RecursionError
             return False
 
-    def snapshot(self) -> ClassSnapshot:
+    def snapshot(self) -> ClassSnapshot | None:
         try:
             return ClassSnapshot(copy.deepcopy(self.state()))
+        except MemoryError:
+            raise
         except Exception:  # it holds what cannot be copied, or has no end
-            return ClassSnapshot(None)
+            return None
 
     def state(self) -> dict[str, dict[str, Any]]:
         return {domain: _public(instance) for domain, instance in self._instances.items()}
@@ -226,12 +234,11 @@ class ClassWorld:
 
 @dataclasses.dataclass(frozen=True)
 class ClassSnapshot:
-    """A state to compare with, without tools; None, which equals no state, where it could not
-    be copied."""
+    """A state to compare with, without tools."""
 
-    values: Mapping[str, Mapping[str, Any]] | None
+    values: Mapping[str, Mapping[str, Any]]
 
-    def state(self) -> Mapping[str, Mapping[str, Any]] | None:
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
         return self.values
 
 
@@ -246,7 +253,9 @@ def _instance(cls: type, task: Task, domain: str) -> Any:
             instance = cls.__new__(cls)
             vars(instance).update(_class_data(cls))
             instance.__init__(**copy.deepcopy(dict(config)))
-    except (Exception, SystemExit) as error:
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         raise ValueError(f"{where} raised {type(error).__name__}: {_said(error)}; correct "
                          "initial_config or the constructor") from error
     return instance

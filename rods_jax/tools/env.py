@@ -53,6 +53,7 @@ class Suite(Protocol):
     domains: tuple[str, ...]
     split_names: tuple[str, ...]
     held_out: tuple[str, ...]  # splits kept for evaluation, whole, however few a run looks at
+    plans: bool  # whether `plan` and what follows it are there, so that variants can be made
     siblings_cross: bool  # whether held-in tasks may have siblings in "train", as declared
 
     def split(self, name: str) -> Sequence[Task]:

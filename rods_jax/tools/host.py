@@ -28,6 +28,10 @@ T_co = TypeVar("T_co", covariant=True)
 Closed = tuple[TurnOutcome, UserTurn | None]  # how a turn ended, and the next one
 
 
+MOST_CALL_S = 86_400
+MOST_MEMORY_MB = 2**24  # 16 TiB
+
+
 @dataclasses.dataclass(frozen=True)
 class HostConfig:
     count: int = 0  # worker processes; 0 runs the tools in this process, without such limits
@@ -42,6 +46,9 @@ class HostConfig:
         for name in ("call_s", "memory_mb", "output_chars"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"workers.{name} is {getattr(self, name)}: give more than 0")
+        for name, most in (("call_s", MOST_CALL_S), ("memory_mb", MOST_MEMORY_MB)):
+            if not getattr(self, name) <= most:
+                raise ValueError(f"workers.{name} is {getattr(self, name)}: give at most {most}")
 
 
 class Crash(enum.Enum):
@@ -190,8 +197,10 @@ class InProcessHost:
             if rollout not in self._envs:
                 self._envs[rollout] = open_env(self._suite, *self._tasks[rollout])
             return _Done(operate(self._envs[rollout]))
+        except KeyboardInterrupt:
+            raise
         # The environment broke, by no fault of the policy; a simulator may even call exit.
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return _Done(None, env_error(error))
 
     def finish(self, rollout: int) -> None:

@@ -17,7 +17,7 @@ import collections
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rods_jax.types import Json
@@ -95,9 +95,8 @@ def _plain(value: Json) -> Json:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality with numbers as numbers: 65 == 65.0, True != 1. Recurses into containers and
-    into objects that hold named `contents` (a directory; its parent is no part of its value).
-    RecursionError on a cycle."""
+    """Equality with numbers as numbers: 65 == 65.0, True != 1. Recurses into containers; an
+    object compares as its class says. RecursionError on a cycle."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
@@ -105,9 +104,14 @@ def same_value(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_value(v, b[k]) for k, v in a.items())
+        return _members(a) == _members(b) and all(same_value(v, b[k]) for k, v in a.items())
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "contents"):
-        return a.name == b.name and same_value(a.contents, b.contents)
+    if isinstance(a, (set, frozenset)):
+        return _members(a) == _members(b)
     return bool(a == b)
+
+
+def _members(keys: Iterable[Any]) -> set[tuple[bool, Any]]:
+    """Keys or elements, true apart from 1."""
+    return {(isinstance(key, bool), key) for key in keys}

@@ -40,6 +40,9 @@ class SuiteSpec:
         if self.domains and self.name is not SuiteName.BFCL:
             raise ValueError(f"domains can be chosen of suite bfcl only, suite is "
                              f"{self.name.value}: leave domains out")
+        if self.split_seed and self.name is not SuiteName.BFCL:
+            raise ValueError(f"split_seed is of suite bfcl only, suite is {self.name.value}: leave "
+                             "split_seed out")
         if self.split is not SplitRule.GROUPED and self.name is not SuiteName.BFCL:
             raise ValueError(f"split {self.split.value} is of suite bfcl only, suite is "
                              f"{self.name.value}: leave split out")
@@ -74,11 +77,25 @@ def make_suite(spec: SuiteSpec) -> Suite:
     if spec.name is SuiteName.TOOLBOX:
         from rods_jax.tools.toolbox import ToolboxSuite
         return ToolboxSuite(**given)
-    module, _, function = spec.factory.partition(":")
+    module, colon, function = spec.factory.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"suite factory {spec.factory!r} is not 'module:function': write for "
+                         "instance my_tools:make_suite")
+    # Whatever the user's module does wrong, it may even exit, is its author's to mend.
     try:
         factory = getattr(importlib.import_module(module), function)
-    except Exception as error:  # whatever the user's module does wrong is its author's to mend
+    except (Exception, SystemExit) as error:
         raise ValueError(f"suite factory {spec.factory!r} cannot be imported "
                          f"({type(error).__name__}: {error}): write 'module:function' of a module "
                          "on PYTHONPATH") from error
-    return factory(**given)
+    try:
+        suite = factory(**given)
+    except ValueError:  # says itself what is wrong
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"suite factory {spec.factory!r} raised {type(error).__name__}: {error}; "
+                         "mend it, it is called with nothing, or with scoring=") from error
+    if not callable(getattr(suite, "make_env", None)):
+        raise ValueError(f"suite factory {spec.factory!r} returned a {type(suite).__name__}: return "
+                         "a suite, such as rods_jax.tools.classes.ClassSuite")
+    return suite

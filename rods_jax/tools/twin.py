@@ -32,8 +32,8 @@ class World(Protocol):
         """Whether both states are equal as far as an agent is judged by them. `other` may be a
         snapshot; neither changes."""
 
-    def snapshot(self) -> World:
-        """The state as it is now, for `same` alone."""
+    def snapshot(self) -> World | None:
+        """The state as it is now, for `same` alone; None where it cannot be copied."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,43 +48,55 @@ def every_tool(task: Task) -> frozenset[str]:
     return frozenset().union(*(turn.tools for turn in task.turns))
 
 
-def gold_turns(task: Task, world: World, keep: bool) -> Iterator[GoldTurn]:
-    """Runs the gold calls turn by turn in a fresh world. With `keep` every turn's world stays
-    as that turn left it; without, it is the one world that goes on."""
+def gold_turns(task: Task, world: World) -> Iterator[GoldTurn]:
+    """Runs the gold calls turn by turn in a fresh world, the one that goes on."""
     tools = every_tool(task)
+    for turn in task.turns:
+        yield GoldTurn(tuple(world.call(call, tools).text for call in turn.gold), world)
+
+
+def kept_turns(task: Task, world: World) -> tuple[GoldTurn, ...]:
+    """The same with every turn's world as that turn left it; () where a copy of the state is
+    not to be had or does not equal it."""
     last = max((i for i, turn in enumerate(task.turns) if turn.gold), default=-1)
-    kept: World | None = None
-    for i, turn in enumerate(task.turns):
-        texts = tuple(world.call(call, tools).text for call in turn.gold)
-        if keep and i < last and (turn.gold or kept is None):
-            kept = world.snapshot()
-        yield GoldTurn(texts, kept if keep and i < last else world)
+    found: list[GoldTurn] = []
+    for i, gold in enumerate(gold_turns(task, world)):
+        if i < last:
+            kept = found[-1].world if found and not task.turns[i].gold else world.snapshot()
+            if kept is None or not all(world.same(kept, mode) for mode in Mode):
+                return ()
+            gold = GoldTurn(gold.texts, kept)
+        found.append(gold)
+    return tuple(found)
 
 
 class GoldRuns:
     """The gold runs of the tasks that were played last. A task's first rollout has a run of its
-    own; from the second on they share one, whose snapshots then pay. Tasks are told apart by
-    identity: two with one uid may differ, and a task never changes. Safe between threads."""
+    own; from the second on they share one, whose snapshots then pay. Where the state cannot be
+    copied, every rollout has its own. Tasks are told apart by identity: two with one uid may
+    differ, and a task never changes. Safe between threads."""
 
     def __init__(self, make_world: Callable[[Task], World]):
         self._make_world = make_world
         self._runs: collections.OrderedDict[int, tuple[Task, tuple[GoldTurn, ...]]] = \
-            collections.OrderedDict()  # () of a task that was played once
+            collections.OrderedDict()  # () of a task that was played once or cannot be kept
+        self._unkept: set[int] = set()  # ids of tasks whose state cannot be copied
         self._lock = threading.Lock()
 
     def __call__(self, task: Task) -> Iterator[GoldTurn]:
         with self._lock:
             _, run = self._runs.get(id(task), (task, None))
+            again = run == () and id(task) not in self._unkept
         if run:
             return iter(run)
-        again = run is not None
-        turns = gold_turns(task, self._make_world(task), keep=again)
-        run = tuple(turns) if again else ()
+        run = kept_turns(task, self._make_world(task)) if again else ()
         with self._lock:
             self._runs[id(task)] = task, run  # holding the task keeps its id from another
+            if again and not run:
+                self._unkept.add(id(task))
             if len(self._runs) > GOLD_RUNS:
-                self._runs.popitem(last=False)
-        return iter(run) if again else turns
+                self._unkept.discard(self._runs.popitem(last=False)[0])
+        return iter(run) if run else gold_turns(task, self._make_world(task))
 
     def __getstate__(self):
         return self._make_world

@@ -69,7 +69,9 @@ def limit_memory(memory_mb: int) -> None:
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as sizes:
             size = int(sizes.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = size + memory_mb * 2**20
+        limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
@@ -184,7 +186,11 @@ def main(requests: int, answers: int, lifeline: int) -> None:
         os.set_inheritable(end, False)
     end_with(lifeline)
     with os.fdopen(requests, "rb") as stream, os.fdopen(answers, "wb") as out:
+        own = os.getpid()
+
         def send(message: list[Json]) -> None:
+            if os.getpid() != own:  # a tool has forked, and this is not the worker
+                os._exit(0)
             out.write(frame(message))
             out.flush()
 

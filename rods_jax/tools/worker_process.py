@@ -22,7 +22,7 @@ from rods_jax.tools.host import EnvError, Outage
 from rods_jax.tools.worker import LENGTH, Answer, Request, frame
 from rods_jax.types import Json, Task, ToolCall
 
-_NAMES = {Request.START: "the making of its environment", Request.END: "the end of a turn",
+_NAMES = {Request.START: "the making of its environment", Request.END: "the end of a turn, where gold calls run",
           Request.PLAY: "a replay"}
 PIPE_BYTES = 2**20  # what a worker may be ahead of a parent that is busy elsewhere
 

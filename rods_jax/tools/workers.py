@@ -23,7 +23,7 @@ from rods_jax.tools.env import UserTurn
 from rods_jax.tools.host import (
     Closed, Crash, EnvError, HostConfig, Outage, Pending, ToolCrash)
 from rods_jax.tools.suites import SuiteSpec
-from rods_jax.tools.worker import MEMORY_EXIT, Answer, Request
+from rods_jax.tools.worker import MEMORY_EXIT, Answer, Request, frame
 from rods_jax.tools.worker_process import Operation, Rollout, WorkerProcess, call_row
 from rods_jax.types import Json, Task, ToolCall, ToolResult, TurnOutcome
 
@@ -110,7 +110,8 @@ class WorkerPool:
     def number(self, task: Task) -> int:
         """What the workers call the task."""
         number, known = self._known.get(task.uid, (-1, None))
-        if known is not task and known != task:
+        # Not by ==, to which 1, 1.0 and true are one.
+        if known is not task and (known is None or frame(known.to_json()) != frame(task.to_json())):
             self._forget(number)
             number = next(self._numbers)
         self._known[task.uid] = number, task

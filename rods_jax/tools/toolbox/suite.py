@@ -33,6 +33,7 @@ class ToolboxSuite:
     domains = tuple(DOMAINS)
     split_names = tuple(SPLIT_SIZES)
     held_out = ("held_in", "new_structures")
+    plans = True
     siblings_cross = False
 
     def __init__(self, scoring: Scoring = SCORING):

@@ -25,8 +25,11 @@ from rods_jax.tasks.jsonl import read_tasks, read_tools, write_tasks, write_tool
 from rods_jax.tasks.leakage import crossing
 from rods_jax.tasks.profile import profile
 from rods_jax.tasks.replay import replay
+from rods_jax.tools.bulk import Played
 from rods_jax.tools.env import Suite
+from rods_jax.tools.host import HostConfig, Outage
 from rods_jax.tools.suites import SplitRule, SuiteName, SuiteSpec, make_suite
+from rods_jax.tools.workers import WorkerPool
 from rods_jax.types import CATEGORIES, Json, Task, ToolCall
 
 LONGEST = 300  # characters of a result that `show` prints
@@ -70,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--gates", action="store_true", help="also which call must come first")
     checked = add("check", check, help="does every gold score 1")
     checked.add_argument("--tasks", metavar="FILE", help="these tasks in place of all splits")
+    checked.add_argument("--call-s", type=float, default=HostConfig.call_s, metavar="SECONDS",
+                         help="a call may take; a whole task six times that (default 10)")
     checked.add_argument("--tools", metavar="FILE", help="declared tools in place of the suite's")
     out = add("export", export, help="write a split to files")
     out.add_argument("--split", action="append", required=True, metavar="NAME",
@@ -84,10 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.json and args.json != "-":
         check_out(args.json)
-    if args.split_seed and args.suite != SuiteName.BFCL.value:
-        raise UserError(f"--split-seed is of suite bfcl only, suite is {args.suite}: leave it out")
-    suite = make_suite(SuiteSpec(SuiteName(args.suite), args.factory,
-                                 split=SplitRule(args.split_rule), split_seed=args.split_seed))
+    suite = make_suite(suite_spec(args))
     text, found, code = args.run(suite, args)
     if args.json != "-":
         print(text)
@@ -96,10 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def suite_spec(args: argparse.Namespace) -> SuiteSpec:
+    return SuiteSpec(SuiteName(args.suite), args.factory, split=SplitRule(args.split_rule),
+                     split_seed=args.split_seed)
+
+
 def every_task(suite: Suite) -> dict[str, Task]:
     """uid -> task: those of all splits, and of a benchmark those in none."""
     tasks = [task for name in suite.split_names for task in suite.split(name)]
     return {task.uid: task for task in (*getattr(suite, "tasks", ()), *tasks)}
+
+
+def _read(path: str) -> list[Task]:
+    tasks = read_tasks(path)
+    if not tasks:
+        raise UserError(f"{path}: holds no task; give at least one")
+    return tasks
 
 
 # ------------------------------------------------------------------- commands
@@ -145,7 +159,7 @@ def _crossings(suite: Suite, args: argparse.Namespace) -> dict[str, dict[str, fl
 
 
 def show(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
-    known = {t.uid: t for t in read_tasks(args.tasks)} if args.tasks else every_task(suite)
+    known = {t.uid: t for t in _read(args.tasks)} if args.tasks else every_task(suite)
     if args.uid not in known:
         near = [uid for uid in known if args.uid in uid][:5] or list(known)[:5]
         raise UserError(f"no task {args.uid!r}: {len(known)} are known, such as {', '.join(near)}")
@@ -172,16 +186,17 @@ def show(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
 
 
 def graph(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
-    tasks = read_tasks(args.tasks) if args.tasks else suite.split(args.split)
+    tasks = _read(args.tasks) if args.tasks else suite.split(args.split)
     found = api_graph(tasks, suite, gates=args.gates)
     found = found.of_domain(args.domain) if args.domain else found
     return str(found), found.to_json(), 0
 
 
 def check(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
-    tasks = read_tasks(args.tasks) if args.tasks else list(every_task(suite).values())
+    tasks = _read(args.tasks) if args.tasks else list(every_task(suite).values())
     tools = read_tools(args.tools) if args.tools else suite.tools(suite.domains)
-    verdicts = {task.uid: verdict(task, suite) for task in tasks}
+    verdicts = {task.uid: verdict(task, suite, played)
+                for task, played in zip(tasks, _played(suite, tasks, args), strict=True)}
     unsound = [v for v in verdicts.values() if not v.sound]
     errors = [f"task {v.uid}: {error}" for v in verdicts.values() for error in v.errors]
     unsaid = [f"task {v.uid}: {text}" for v in verdicts.values() for text in v.unsaid]
@@ -197,8 +212,13 @@ def check(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     lines += _some("tasks and tools do not fit", broken)
     lines += _some("gold that its tools accept and their documents do not", remarks)
     lines += _some("gold calls answered with an error", errors)
-    lines += _some("suspect, texts that nobody said or returned", unsaid)
-    lines.append(f"{n_open} tasks leave some argument to be looked up or inferred (see show)")
+    lines += _some("texts of four words or more that nobody said or returned", unsaid)
+    if suite.name == SuiteName.BFCL.value:
+        lines.append(f"{n_open} tasks leave some argument to be looked up or inferred (see show)")
+    else:
+        lines += _some("arguments that nobody said and no call returned, to be looked up or inferred",
+                       [f"task {v.uid}: {', '.join(v.unsourced)}" for v in verdicts.values()
+                        if v.unsourced])
     return "\n".join(lines), {
         "tasks": len(tasks), "tools": len(tools), "sound": len(verdicts) - len(unsound),
         "unsound": {v.uid: {"progress": v.progress, "reason": v.reason} for v in unsound},
@@ -208,12 +228,23 @@ def check(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     }, int(bool(unsound or broken or errors))
 
 
+def _played(suite: Suite, tasks: Sequence[Task], args: argparse.Namespace) -> list[Played]:
+    """The gold of every task, in a worker process: a tool nobody has tried yet may hang."""
+    pool = WorkerPool(suite_spec(args), HostConfig(count=1, call_s=args.call_s))
+    try:
+        return pool.play_many([(task, None) for task in tasks])
+    finally:
+        pool.close()
+
+
 def export(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     if not (args.out or args.tfds or args.tools):
         raise UserError("nothing to write: give --out FILE.jsonl, --tfds DIR or --tools FILE.jsonl")
     if args.out and len(args.split) > 1:
         raise UserError(f"--out takes one split, given are {', '.join(args.split)}: export each "
                         "to its own file")
+    if args.out and args.out == args.tools:
+        raise UserError(f"{args.out} is given for tasks and for tools: give each its own file")
     for path in (args.out, args.tools):
         if path:
             check_out(path)
@@ -258,4 +289,4 @@ def _some(title: str, rows: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, Outage))

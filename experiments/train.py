@@ -15,6 +15,7 @@ from typing import Any
 from rods_jax import checkpoint, startup
 from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.run_config import RunConfig
+from rods_jax.tasks.lock import lock_of, locked
 from rods_jax.tools.host import Outage
 
 
@@ -37,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = args.out or pathlib.Path("runs") / pathlib.Path(args.config).stem
     check_out(folder, folder=True)
     print(json.dumps(startup.start(config.platform)), flush=True)
-    resume = find_checkpoint(folder / "checkpoints", args.resume)
-    from rods_jax.train import train  # after the platform is settled
-    summary = train(config, folder, args.cache, resume)
+    with locked(lock_of(folder), f"{folder}: another process trains there; give another --out"):
+        resume = find_checkpoint(folder / "checkpoints", args.resume)
+        from rods_jax.train import train  # after the platform is settled
+        summary = train(config, folder, args.cache, resume)
     if args.json != "-":
         print(f"held-in mean progress, sampled: {summary['before']:.3f} before, "
               f"{summary['after']:.3f} after; {folder}/summary.json")

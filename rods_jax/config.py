@@ -445,6 +445,9 @@ def run_main(main: Callable[[], int | None],
         sys.exit(130)
     except (UserError, *user_errors) as e:
         message = str(e) or type(e).__name__
+    except BrokenPipeError:  # who read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except OSError as e:
         known = isinstance(e, (FileNotFoundError, FileExistsError, IsADirectoryError,
                                NotADirectoryError, PermissionError))

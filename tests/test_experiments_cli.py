@@ -13,6 +13,7 @@ from loop_cases import FIELDS, SUITE, write_config
 
 import experiments
 from rods_jax.tasks.jsonl import write_tasks
+from rods_jax.tasks.lock import lock_of, locked
 from rods_jax.tools import bfcl_data
 
 
@@ -56,8 +57,8 @@ def train(shell, place, *more):
     ("group_size=4.5", ("--set group_size=4.5", "got 4.5 (float)", "expected int")),
     ("tasks.suite='tools'", ("tasks.suite", "one of 'toolbox', 'bfcl'")),
     ("tasks.held_in=0", ("tasks", "held_in is 0: give 1 or more")),
-    ("policy.n_heads=3", ("policy: d_model 32 does not split over 3 heads",)),
-    ("policy.n_kv_heads=4", ("policy: n_heads 2 is not a multiple of n_kv_heads 4",)),
+    ("policy.n_heads=3", ("--set policy.n_heads=3: d_model 32 does not split over 3 heads",)),
+    ("policy.n_kv_heads=4", ("--set policy.n_kv_heads=4: n_heads 2 is not a multiple of n_kv_heads 4",)),
     ("group_size=32", ("group_size 32 exceeds sampler.slots 16: raise slots",)),
     ("engine.max_steps=0", ("engine: max_steps is 0",)),
     ("pool.batch_floor=2", ("pool.batch_floor 2", "tasks_per_step 4")),
@@ -164,6 +165,14 @@ def test_every_entry_point_says_what_it_does_and_takes_json(shell):
     for name in names:
         code, out, _ = shell(name, "--help")
         assert code == 0 and f"python -m experiments.{name}" in out and "--json FILE" in out
+
+
+def test_two_trainings_in_one_folder(place, shell):
+    folder, config = place
+    with locked(lock_of(folder / "shared")):
+        assert_one_line(shell("train", "--config", config, "--out", folder / "shared"),
+                        "shared: another process trains there; give another --out")
+    assert not (folder / "shared").exists()
 
 
 def test_a_process_of_its_own_ends_with_the_same_line(tmp_path):

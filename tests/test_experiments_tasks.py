@@ -233,7 +233,7 @@ def test_export_of_several_splits_is_one_data_set(run, tmp_path):
      "--out takes one split"),
     (("export", "--split", "warm", "--out", "."), "is a folder; give the name of a file"),
     (("list", "--json", "."), "is a folder; give the name of a file"),
-    (("list", "--split-seed", "3"), "--split-seed is of suite bfcl only"),
+    (("list", "--split-seed", "3"), "split_seed is of suite bfcl only"),
     (("list", "--split-rule", "paper"), "split paper is of suite bfcl only"),
     (("--suite", "custom", "list"), "give both or neither"),
     (("--suite", "custom", "--factory", "no_such_thing:x", "list"), "cannot be imported"),
@@ -248,7 +248,7 @@ def test_a_factory_that_makes_no_suite(monkeypatch, capsys, counter):
     module = counter.partition(":")[0]
     code, err = failing(monkeypatch, capsys, "--suite", "custom", "--factory", f"{module}:nothing",
                         "list")
-    assert code == 2 and f"{module}:nothing returned a NoneType: return a suite" in err
+    assert code == 2 and f"{module}:nothing' returned a NoneType: return a suite" in err
     code, err = failing(monkeypatch, capsys, "--suite", "custom", "--factory", f"{module}:make",
                         "list")
     assert code == 2 and "has no attribute 'make'" in err and err.count("\n") == 1

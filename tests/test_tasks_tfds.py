@@ -171,3 +171,27 @@ def test_seeds_that_were_changed_on_disk_are_refused(tmp_path, monkeypatch):
         ToolboxSeeds(data_dir=tmp_path).download_and_prepare()
     with pytest.raises(ValueError, match="holds other tasks in split train; remove that folder"):
         ToolboxSeeds(data_dir=tmp_path).download_and_prepare()
+
+
+def test_names_that_could_not_be_read_back_are_refused(tmp_path):
+    for suite, split in (("../evil", "train"), ("notes", "train[:5]"), ("notes", "a/b")):
+        with pytest.raises(ValueError, match="cannot name a data set or a split"):
+            prepare_tasks(tmp_path / "data", suite, {split: many(2)})
+    assert not (tmp_path / "evil").exists()
+
+
+def test_two_processes_may_prepare_at_once(tmp_path):
+    code = ("import sys; sys.path.insert(0, 'tests'); from test_tasks_tfds import many;"
+            "from rods_jax.tasks.tfds_builder import prepare_tasks;"
+            f"prepare_tasks({str(tmp_path)!r}, 'notes', {{'train': many(30)}})")
+    both = [subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+            for _ in range(2)]
+    assert [(p.communicate()[1], p.returncode) for p in both] == [("", 0)] * 2
+    assert load_tasks(tmp_path, "notes", "train") == many(30)
+
+
+def test_a_folder_that_lost_a_file_says_so(tmp_path):
+    prepare_tasks(tmp_path, "notes", {"train": many(2)})
+    next(tmp_path.rglob("dataset_info.json")).unlink()
+    with pytest.raises(ValueError, match="is damaged .*remove that folder"):
+        load_tasks(tmp_path, "notes", "train")

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import random
 import sys
-import threading
 import typing
 
 import pytest

@@ -7,7 +7,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rods_jax.tasks.replay import replay, result_json
+from rods_jax.tasks.replay import Replay, replay, result_json
 from rods_jax.tasks.trace import NO_SOURCE, trace, words
 from rods_jax.tools import schema
 from rods_jax.tools.env import Suite
@@ -115,12 +115,15 @@ class Verdict:
         return self.progress == 1.0
 
 
-def verdict(task: Task, suite: Suite) -> Verdict:
-    """Runs the gold calls in a fresh environment of the suite."""
+def verdict(task: Task, suite: Suite, played: Replay | Exception | None = None) -> Verdict:
+    """Runs the gold calls in a fresh environment of the suite; `played` is what they did
+    elsewhere, or why they did not come to an end there."""
     try:
-        played = replay(suite, task)
+        played, why = replay(suite, task) if played is None else played, "the gold did not run"
     except ValueError as error:
-        return Verdict(task.uid, 0.0, f"no environment: {error}", (), (), ())
+        played, why = error, "no environment"
+    if isinstance(played, Exception):
+        return Verdict(task.uid, 0.0, f"{why}: {played}", (), (), ())
     names = [call.name for turn in task.turns for call in turn.gold]
     errors = tuple(f"{name}: {result.text}"
                    for name, result in zip(names, played.results, strict=True) if not result.ok)

@@ -155,7 +155,10 @@ def _read(path: str | os.PathLike, noun: str, parse: Callable[[Json], Row], key:
                 continue
             where = f"{path}, line {number}"
             try:
-                row = parse(json.loads(line, object_pairs_hook=_unique))
+                value = json.loads(line, object_pairs_hook=_unique)
+                if b"\\ud" in line.lower() and not _encodable(value):
+                    raise ValueError("a text holds half a surrogate pair")
+                row = parse(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{where}: not JSON ({error.msg}, column {error.colno}); "
                                  f"write one {noun} a line") from error
@@ -174,6 +177,14 @@ def _read(path: str | os.PathLike, noun: str, parse: Callable[[Json], Row], key:
             line_of[name] = number
             rows.append(row)
     return rows
+
+
+def _encodable(value: Json) -> bool:
+    try:
+        _line(value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

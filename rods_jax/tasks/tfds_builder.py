@@ -20,16 +20,19 @@ import dataclasses
 import io
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow_datasets as tfds
 from absl import logging as absl_logging
 
+from rods_jax.tasks.lock import locked
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.suites import SplitRule
 from rods_jax.tools.toolbox import ToolboxSuite
 from rods_jax.types import TASK_SCHEMA_VERSION, Task
 
+_NAME = re.compile(r"[A-Za-z]\w*")
 VERSION = f"{TASK_SCHEMA_VERSION}.1.0"
 
 
@@ -67,13 +70,19 @@ class TaskSets(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         if empty or not splits:
             raise ValueError(f"no tasks for split {', '.join(empty) or '(none given)'}: "
                              "give every split at least one task")
-        if not self.data_path.exists():
-            with _quiet():
-                super().download_and_prepare(**options)
-            return
+        for name in (self.builder_config.name if self.builder_config else self.name, *splits):
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} cannot name a data set or a split: use letters, "
+                                 "digits and underscores")
+        with locked(self.data_path.parent / "lock"):
+            if not self.data_path.exists():
+                with _quiet():
+                    super().download_and_prepare(**options)
+                return
+        stored = self._stored()
         for name, tasks in splits.items():
-            if name not in self.info.splits:
-                raise ValueError(f"{self.data_path} holds other splits, {self._names()}, not "
+            if name not in stored.info.splits:
+                raise ValueError(f"{self.data_path} holds other splits, {_names(stored)}, not "
                                  f"{name}; remove that folder or give another data_dir")
             if self.tasks(name) != list(tasks):
                 raise ValueError(f"{self.data_path} holds other tasks in split {name}; remove "
@@ -84,13 +93,21 @@ class TaskSets(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         if not self.data_path.exists():
             raise ValueError(f"no prepared tasks at {self.data_path}: call prepare_tasks first, "
                              "or download_and_prepare of a suite's seeds")
-        if split not in self.info.splits:
-            raise ValueError(f"{self.data_path} has no split {split!r}, only {self._names()}")
+        stored = self._stored()
+        if split not in stored.info.splits:
+            raise ValueError(f"{self.data_path} has no split {split!r}, only {_names(stored)}")
         with _quiet():
-            return [Task.from_json(json.loads(row["json"])) for row in self.as_data_source(split)]
+            return [Task.from_json(json.loads(row["json"]))
+                    for row in stored.as_data_source(split)]
 
-    def _names(self) -> str:
-        return ", ".join(sorted(self.info.splits))
+    def _stored(self) -> tfds.core.DatasetBuilder:
+        """What is on disk now, which another process may have written since we looked."""
+        try:
+            with _quiet():
+                return tfds.builder_from_directory(self.data_path)
+        except Exception as error:
+            raise ValueError(f"{self.data_path} is damaged ({type(error).__name__}): remove that "
+                             "folder and prepare it again") from error
 
     def _info(self) -> tfds.core.DatasetInfo:
         return self.dataset_info_from_configs(
@@ -104,6 +121,10 @@ class TaskSets(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     def _generate_examples(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, str]]]:
         for i, task in enumerate(tasks):
             yield i, {"json": json.dumps(task.to_json(), ensure_ascii=False)}
+
+
+def _names(stored: tfds.core.DatasetBuilder) -> str:
+    return ", ".join(sorted(stored.info.splits))
 
 
 class ToolboxSeeds(TaskSets):

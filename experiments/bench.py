@@ -2,9 +2,9 @@
 
 `tools` replays and scores the gold calls of all 800 BFCL multi-turn tasks, here (official
 scoring) and with the checker of the package bfcl-eval, task by task in turn, in one process
-and one run. It ends with an error if any verdict is not "valid". Rollouts of one task share
-one run of its gold calls here; "first" is a task that was never scored before, "again" every
-later rollout of its group.
+and one run. It ends with an error if any verdict is not "valid". Here the rollouts of a task
+share one run of its gold calls, so they are played as training does, in groups of 16: "group"
+is the mean over a group, "first" its first rollout alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rods_jax.tools.workers import WorkerPool
 from rods_jax.types import CATEGORIES, Json, Task, ToolResult, TurnOutcome
 
 WORKERS = 2
-WARM_UP = 12  # passes; a task goes to any worker, and each remembers its own gold runs
+GROUP = 16  # rollouts a task (paper: K)
 ALL = "all"
 
 
@@ -148,9 +148,9 @@ def one_step_a_turn(task: Task) -> Transcript:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass by category."""
+    """Seconds a rollout of each task, summed by category."""
 
-    again: dict[str, float]
+    group: dict[str, float]
     first: dict[str, float]
     package: dict[str, float]
 
@@ -163,7 +163,7 @@ def bench_tools(repeats: int) -> dict[str, Json]:
     with ours_in_workers(tasks, WORKERS) as run:
         for counted in range(-1, repeats):  # the first pass fills caches
             rng.shuffle(tasks)
-            timed = interleaved(suite, package, rows, tasks)
+            timed = interleaved(package, rows, tasks)
             gc.collect()  # what the other sides left behind is not ours to pay
             # Twice each: idle workers have lost their place in the caches, this process has not.
             solo, both = ([side() for _ in range(2)][1]
@@ -177,18 +177,20 @@ def bench_tools(repeats: int) -> dict[str, Json]:
             "parse_seconds": parse_seconds(rows.values())}
 
 
-def interleaved(suite: Suite, package: Package, rows: dict[str, Entry],
-                tasks: Sequence[Task]) -> Pass:
-    """Every task once on both sides, who goes first in turn. Cleaning the package is not
+def interleaved(package: Package, rows: dict[str, Entry], tasks: Sequence[Task]) -> Pass:
+    """Every task on both sides, a group here and once there, who goes first in turn. Cleaning the package is not
     counted, and neither is the reading of gold texts, which `tasks` hold already parsed."""
-    again, first, theirs = ({c.value: 0.0 for c in CATEGORIES} for _ in range(3))
-    fresh = official_suite()
+    group, first, theirs = ({c.value: 0.0 for c in CATEGORIES} for _ in range(3))
+    suite = official_suite()  # which has scored no task yet
 
     def here(task: Task) -> None:
-        for seconds, scorer in ((first, fresh), (again, suite)):
+        for rollout in range(GROUP):
             start = time.perf_counter()
-            valid = play(scorer, task, one_step_a_turn(task)).valid
-            seconds[task.category.value] += time.perf_counter() - start
+            valid = play(suite, task, one_step_a_turn(task)).valid
+            seconds = time.perf_counter() - start
+            group[task.category.value] += seconds / GROUP
+            if rollout == 0:
+                first[task.category.value] += seconds
             _expect(valid, task, "here")
 
     def there(task: Task) -> None:
@@ -203,7 +205,7 @@ def interleaved(suite: Suite, package: Package, rows: dict[str, Entry],
     for i, task in enumerate(tasks):
         for side in (here, there) if i % 2 else (there, here):
             side(task)
-    return Pass(again, first, theirs)
+    return Pass(group, first, theirs)
 
 
 def _expect(valid: bool, task: Task, where: str) -> None:
@@ -224,10 +226,9 @@ def ours_alone(suite: Suite, tasks: Sequence[Task]) -> float:
 
 
 @contextlib.contextmanager
-def ours_in_workers(tasks: list[Task], workers: int) -> Iterator[Callable[[], float]]:
+def ours_in_workers(tasks: Sequence[Task], workers: int) -> Iterator[Callable[[], float]]:
     """A function that replays and scores all tasks in worker processes and says how many
-    seconds that took. Before it is counted they are up, have the tasks and know most gold
-    runs, as `suite` does in this process. Shuffles `tasks`."""
+    seconds that took. Before it is counted they are up and have the tasks."""
     pool = WorkerPool(SuiteSpec(SuiteName.BFCL, scoring=OFFICIAL), HostConfig(count=workers))
 
     def run() -> float:
@@ -239,8 +240,7 @@ def ours_in_workers(tasks: list[Task], workers: int) -> Iterator[Callable[[], fl
         return seconds
 
     try:
-        for seed in range(WARM_UP):
-            random.Random(seed).shuffle(tasks)  # another half to each worker
+        for _ in range(2):  # any task may go to any worker
             run()
         yield run
     finally:
@@ -307,9 +307,9 @@ def parse_seconds(rows: Iterable[Entry]) -> float:
 
 def figures(passes: Sequence[Pass], alone: Sequence[float], spread: Sequence[float],
             ) -> dict[str, Json]:
-    """Medians over the passes. `seconds` are of one pass over all tasks (`again`, `first`,
-    `package`: interleaved in one process; `alone`, `two_workers`: again, uninterrupted).
-    ratio_one_process: package / again; ratio_first: package / first; ratio_two_workers:
+    """Medians over the passes. `seconds` are of one rollout of every task (`group`, `first`,
+    `package`: interleaved in one process; `alone`, `two_workers`: uninterrupted).
+    ratio_one_process: package / group; ratio_first: package / first; ratio_two_workers:
     alone / two_workers."""
     names = [c.value for c in CATEGORIES]
     count = bfcl_data.N_SCENARIOS
@@ -317,15 +317,15 @@ def figures(passes: Sequence[Pass], alone: Sequence[float], spread: Sequence[flo
     for name in (*names, ALL):
         parts = names if name == ALL else [name]
         sums = {side: [sum(getattr(p, side)[part] for part in parts) for p in passes]
-                for side in ("again", "first", "package")}
-        again, first, package = (statistics.median(s) for s in sums.values())
+                for side in ("group", "first", "package")}
+        group, first, package = (statistics.median(s) for s in sums.values())
         tasks = count * len(parts)
         per_category[name] = {
-            "tasks": tasks, "seconds": {"again": again, "first": first, "package": package},
-            "tasks_per_s": tasks / again, "first_tasks_per_s": tasks / first,
+            "tasks": tasks, "seconds": {"group": group, "first": first, "package": package},
+            "tasks_per_s": tasks / group, "first_tasks_per_s": tasks / first,
             "package_tasks_per_s": tasks / package,
-            "ratio": package / again, "ratio_first": package / first,
-            "ratio_range": _range(sums["package"], sums["again"]),
+            "ratio": package / group, "ratio_first": package / first,
+            "ratio_range": _range(sums["package"], sums["group"]),
             "ratio_first_range": _range(sums["package"], sums["first"]),
         }
     total = per_category.pop(ALL)
@@ -349,14 +349,14 @@ def tools_table(found: dict[str, Json]) -> str:
     span = "{:.2f} to {:.2f}".format
     lines = [f"gold calls of {found['tasks']} BFCL multi-turn tasks replayed and scored, medians "
              f"of {found['repeats']}",
-             line("tasks/s", "again", "first", "bfcl-eval", "ratio, first", "again", "range")]
+             line("rollouts/s", "group", "first", "bfcl-eval", "ratio: first", "group", "range")]
     for name, row in (*found["per_category"].items(), (ALL, found)):
         ratio = row.get("ratio", found["ratio_one_process"])
         rates = (f"{row[f'{side}tasks_per_s']:.0f}" for side in ("", "first_", "package_"))
         lines.append(line(name, *rates, f"{row['ratio_first']:.2f}", f"{ratio:.2f}",
                           span(*row["ratio_range"])))
     rate = found["tasks"] / found["seconds"]["two_workers"]
-    lines.append(f"two workers    {rate:.0f} tasks/s, {found['ratio_two_workers']:.2f} times one "
+    lines.append(f"two workers    {rate:.0f} rollouts/s, {found['ratio_two_workers']:.2f} times one "
                  f"process ({span(*found['ratio_two_workers_range'])})")
     spent = sorted(found["shares"].items(), key=lambda item: -item[1])
     lines.append("time here goes to " + ", ".join(

@@ -30,12 +30,12 @@ def test_one_run_from_the_command_line():
     seconds, rows = found["seconds"], found["per_category"]
     assert set(rows) == {c.value for c in CATEGORIES}
     assert found["tasks"] == sum(row["tasks"] for row in rows.values()) == 800
-    for side in ("again", "first", "package"):
+    for side in ("group", "first", "package"):
         assert seconds[side] == pytest.approx(sum(r["seconds"][side] for r in rows.values()))
-    assert found["ratio_one_process"] == pytest.approx(seconds["package"] / seconds["again"])
+    assert found["ratio_one_process"] == pytest.approx(seconds["package"] / seconds["group"])
     assert found["ratio_first"] == pytest.approx(seconds["package"] / seconds["first"])
     assert found["ratio_two_workers"] == pytest.approx(seconds["alone"] / seconds["two_workers"])
-    assert found["tasks_per_s"] == pytest.approx(800 / seconds["again"])
+    assert found["tasks_per_s"] == pytest.approx(800 / seconds["group"])
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert set(found["shares"]) == {
         "set_up", "agent_calls", "gold_calls_and_comparison", "rest"}
@@ -49,17 +49,17 @@ def test_figures_are_medians_of_the_passes():
               bench.Pass({**flat(9.0), "base": 4.0}, flat(2.0), flat(4.0))]
     found = bench.figures(passes, alone=[5.0, 1.0, 3.0], spread=[2.0, 1.0, 9.0])
     base = found["per_category"]["base"]
-    assert base["seconds"] == {"again": 2.0, "first": 2.0, "package": 4.0}
+    assert base["seconds"] == {"group": 2.0, "first": 2.0, "package": 4.0}
     assert (base["ratio"], base["ratio_first"]) == (2.0, 2.0)
     assert base["ratio_range"] == [1.0, 3.0] and base["ratio_first_range"] == [2 / 1.5, 2.0]
     assert (base["tasks_per_s"], base["package_tasks_per_s"]) == (100.0, 50.0)
-    assert found["seconds"] == {"again": 8.0, "first": 8.0, "package": 16.0, "alone": 3.0,
+    assert found["seconds"] == {"group": 8.0, "first": 8.0, "package": 16.0, "alone": 3.0,
                                 "two_workers": 2.0}
     assert (found["ratio_one_process"], found["ratio_two_workers"]) == (2.0, 1.5)
     assert found["ratio_range"] == [16 / 31, 3.0]
     table = bench.tools_table({**found, "repeats": 3, "parse_seconds": 0.1,
                                "shares": {"set_up": 0.25, "agent_calls": 0.75}})
-    assert "agent calls 75 %, set up 25 %" in table and "400 tasks/s, 1.50 times" in table
+    assert "agent calls 75 %, set up 25 %" in table and "400 rollouts/s, 1.50 times" in table
     assert [line.split()[0] for line in table.splitlines()[2:7]] == [
         *(c.value for c in CATEGORIES), "all"]
 
@@ -89,16 +89,16 @@ def test_the_package_starts_every_task_clean(sides):
 def test_both_sides_see_every_task_and_an_invalid_one_ends_the_run(sides, monkeypatch):
     suite, package, rows = sides
     tasks = [t for t in suite.tasks if t.scenario == "bfcl-3"]
-    timed = bench.interleaved(suite, package, rows, tasks)
-    for side in (timed.again, timed.first, timed.package):
+    timed = bench.interleaved(package, rows, tasks)
+    for side in (timed.group, timed.first, timed.package):
         assert set(side) == {c.value for c in CATEGORIES} and min(side.values()) > 0
     monkeypatch.setattr(bench, "one_step_a_turn", lambda task: [])
     with pytest.raises(UserError, match="gold calls of multi_turn_base_3 are not valid here"):
-        bench.interleaved(suite, package, rows, tasks)
+        bench.interleaved(package, rows, tasks)
     monkeypatch.undo()
     monkeypatch.setattr(package, "check", lambda entry, transcript: False)
     with pytest.raises(UserError, match="multi_turn_base_3 are not valid in bfcl-eval"):
-        bench.interleaved(suite, package, rows, tasks)
+        bench.interleaved(package, rows, tasks)
 
 
 def test_wrong_input_is_one_line(monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from rods_jax.tools.env import UserTurn
 from rods_jax.tools.scoring import Mode, Scoring, empty_turn_passes, holds_results
 from rods_jax.types import Task, ToolCall, ToolResult, TurnOutcome
 
-GOLD_RUNS = 1024  # kept: a pool's worth of tasks
+GOLD_RUNS = 256  # kept: the tasks of several batches
 
 
 class World(Protocol):

@@ -49,10 +49,12 @@ class _Origin:
     overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def set_by(self, path: str, said: str) -> str:
-        """The `--set` below `path` whose field a complaint names, "" where none does."""
-        for field, text in self.overrides.items():
+        """The `--set` whose field a complaint about the group `path` names, "" for none."""
+        words = [word.strip(".") for word in re.findall(r"[\w.]+", said)]
+        for text in self.overrides.values():
+            field = text.partition("=")[0].strip()
             outer, _, name = field.rpartition(".")
-            if outer == path and name in re.findall(r"\w+", said):
+            if field in words or (outer == path and name in words):
                 return f"--set {text}"
         return ""
 

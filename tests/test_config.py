@@ -255,3 +255,30 @@ def test_write_text_replaces_whole_or_not_at_all(tmp_path):
 def test_write_json_to_standard_output_is_one_line(capsys):
     config.write_json("-", {"b": [1, 2], "a": None})
     assert capsys.readouterr().out == '{"a": null, "b": [1, 2]}\n'
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    inner: Inner
+    most: int = 5
+
+    def __post_init__(self):
+        if self.inner.count > self.most:
+            raise ValueError(f"inner.count {self.inner.count} is above most: lower it")
+
+
+@pytest.mark.parametrize("given, said", [
+    (["inner.count=-1"], "--set inner.count=-1: count is -1"),
+    (["inner.count=9"], "--set inner.count=9: inner.count 9 is above most"),
+    (["most=1"], "--set most=1: inner.count 3 is above most"),
+])
+def test_a_check_of_values_names_the_override_that_it_is_about(tmp_path, given, said):
+    file = tmp_path / "c.py"
+    file.write_text("def get_config():\n    return {'inner': {'rate': 1.0}}\n")
+    with pytest.raises(config.ConfigError) as error:
+        config.load(file, given, Whole)
+    assert line(error).startswith(said)
+    file.write_text("def get_config():\n    return {'inner': {'rate': 1.0, 'count': -1}}\n")
+    with pytest.raises(config.ConfigError) as error:
+        config.load(file, ["most=4"], Whole)
+    assert line(error).startswith(f"{file}: inner: count is -1")

@@ -60,7 +60,7 @@ def train(shell, place, *more):
     ("policy.n_heads=3", ("--set policy.n_heads=3: d_model 32 does not split over 3 heads",)),
     ("policy.n_kv_heads=4", ("--set policy.n_kv_heads=4: n_heads 2 is not a multiple of n_kv_heads 4",)),
     ("group_size=32", ("group_size 32 exceeds sampler.slots 16: raise slots",)),
-    ("engine.max_steps=0", ("engine: max_steps is 0",)),
+    ("engine.max_steps=0", ("--set engine.max_steps=0: max_steps is 0",)),
     ("pool.batch_floor=2", ("pool.batch_floor 2", "tasks_per_step 4")),
 ])
 def test_a_bad_setting(shell, place, setting, words):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 
@@ -187,3 +188,14 @@ def test_equal_tool_names_are_refused_both_ways(tmp_path):
         write_tools(path, [ToolSpec("f", "F.", {"type": "object", "properties": {
             "x": {"type": "text"}}}, "d")])
     assert not os.listdir(tmp_path)
+
+
+def test_a_text_that_no_file_can_hold_names_its_task(tmp_path):
+    half = dataclasses.replace(notes_task(1), uid="half", scenario="\ud800")
+    with pytest.raises(ValueError, match="task half: a text holds half a surrogate pair"):
+        write_tasks(tmp_path / "t.jsonl", [notes_task(0), half])
+    assert not list(tmp_path.iterdir())
+    row = json.dumps(half.to_json())
+    (tmp_path / "in.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match="line 1: a text holds half a surrogate pair"):
+        read_tasks(tmp_path / "in.jsonl")

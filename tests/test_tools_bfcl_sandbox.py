@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rods_jax.tools import bfcl_data
+from rods_jax.tools import bfcl_data, bfcl_sandbox
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.bfcl_env import BFCLEnv, BFCLWorld
 from rods_jax.tools.bfcl_sandbox import Sandbox
@@ -98,7 +98,7 @@ def _files(*calls):
     box = Sandbox(["GorillaFileSystem"], {"GorillaFileSystem": {"root": {
         "r": {"type": "directory", "contents": {}}}}}, False)
     keys = {"mkdir": ("dir_name",), "cd": ("folder",), "cp": ("source", "destination"),
-            "mv": ("source", "destination"), "ls": (), "du": ()}
+            "mv": ("source", "destination"), "rm": ("file_name",), "ls": (), "du": ()}
     results = [box.call(ToolCall(name, dict(zip(keys[name], given)))) for name, *given in calls]
     return box, results
 
@@ -112,6 +112,18 @@ def test_a_directory_cannot_end_up_inside_itself_by_way_of_a_copy():
     assert json.loads(box.call(ToolCall("ls", {})).text) == {
         "current_directory_content": ["t", "y"]}  # as before
     assert box.call(ToolCall("du", {})).ok
+
+
+def test_a_removed_directory_one_stands_in_is_bounded_too():
+    box, results = _files(
+        ("mkdir", "a"), ("cd", "a"), ("mkdir", "sub"), ("cd", ".."), ("cp", "a", "b"),
+        ("rm", "a"), ("cd", "b"), ("cd", "sub"), ("cd", ".."), ("mkdir", "."), ("cp", ".", "y"))
+    assert all(r.ok for r in results[:9])
+    system = box.instance("GorillaFileSystem")
+    assert system._current_dir.name == "a" and "a" not in system.root.contents
+    assert bfcl_sandbox._n_entries(system._current_dir.contents) < 10
+    answer = box.call(ToolCall("cp", {"source": "zz", "destination": ["a"]}))
+    assert "No such file or directory" in answer.text
 
 
 def test_a_tree_cannot_be_doubled_for_ever():

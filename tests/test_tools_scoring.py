@@ -41,6 +41,8 @@ def reference_equal(a, b):
 @given(JSON, JSON)
 def test_values_and_texts_compare_as_the_reference_does(a, b):
     assert not same_value({True: 1}, {1: 1}) and same_value({1: 1}, {1.0: 1})
+    assert not same_value({(1,), frozenset([2])}, {(True,), frozenset([2])})
+    assert not same_value({(1, (True,)): 0}, {(1, (1,)): 0})
     assert not same_value({True}, {1}) and same_value({True, 2}, {2.0, True})
     for x, y in ((a, b), (a, json.loads(json.dumps(a)))):
         assert same_value(x, y) == reference_equal(x, y)
@@ -270,7 +272,8 @@ def test_a_spec_is_plain_data_and_refuses_what_does_not_fit():
                           ("os:nothing", "'os:nothing' cannot be imported"),
                           ("os:abort_", "cannot be imported"), ("sys:exit", "raised SystemExit"),
                           ("os:getcwd", "returned a str: return a suite"),
-                          ("json:loads", "raised TypeError")):
+                          ("json:loads", "raised TypeError"),
+                          ("types:SimpleNamespace", "returned a SimpleNamespace")):
         with pytest.raises(ValueError, match=said):
             make_suite(SuiteSpec(SuiteName.CUSTOM, factory))
     with pytest.raises(ValueError, match="split_seed is of suite bfcl only"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,8 +45,14 @@ def read_tools(path: str | os.PathLike) -> list[ToolSpec]:
 
 
 def write_tasks(path: str | os.PathLike, tasks: Iterable[Task]) -> None:
-    """Writes a JSON-lines file; after a crash `path` holds all of the old or all of the new."""
-    write_atomically(path, (_line(task.to_json()) for task in tasks))
+    """Writes a JSON-lines file; after a crash `path` holds all of the old or all of the new.
+    ValueError where a task's text cannot be written."""
+    def lines() -> Iterator[str]:
+        for task in tasks:
+            if not _encodable(row := task.to_json()):
+                raise ValueError(f"task {task.uid}: a text holds half a surrogate pair; correct it")
+            yield _line(row)
+    write_atomically(path, lines())
 
 
 def write_tools(path: str | os.PathLike, tools: Iterable[ToolSpec]) -> None:

@@ -215,11 +215,13 @@ class Sandbox:
             return
         system = self.instance("GorillaFileSystem")
         here = system._current_dir.contents
-        there = getattr(here.get(arguments.get("destination")), "contents", None)
+        name_of = arguments.get("destination")
+        there = getattr(here.get(name_of if isinstance(name_of, str) else ""), "contents", None)
         places = [(place, dict(place)) for place in (here, there) if place is not None]
         yield
-        # A directory moved into itself is no longer below the root.
-        if any(_n_entries(place) > MAX_ENTRIES for place in (system.root.contents, there or {})):
+        # What was moved into itself, and where one stands after a removal, is not below the root.
+        if any(_n_entries(place) > MAX_ENTRIES
+               for place in (system.root.contents, here, there or {})):
             for place, before in places:
                 place.clear()
                 place.update(before)

@@ -217,6 +217,8 @@ class ClassWorld:
         del mode
         try:
             return same_value(self.state(), other.state())
+        except MemoryError:
+            raise
         except Exception:  # of an __eq__ that a tool class brings, or a RecursionError
             return False
 

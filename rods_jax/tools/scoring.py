@@ -112,6 +112,12 @@ def same_value(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _members(keys: Iterable[Any]) -> set[tuple[bool, Any]]:
+def _members(keys: Iterable[Any]) -> set[tuple[Any, Any]]:
     """Keys or elements, true apart from 1."""
-    return {(isinstance(key, bool), key) for key in keys}
+    return {_member(key) for key in keys}
+
+
+def _member(key: Any) -> tuple[Any, Any]:
+    if isinstance(key, (tuple, frozenset)):
+        return type(key), type(key)(map(_member, key))
+    return isinstance(key, bool), key

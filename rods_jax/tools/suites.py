@@ -95,7 +95,7 @@ def make_suite(spec: SuiteSpec) -> Suite:
     except (Exception, SystemExit) as error:
         raise ValueError(f"suite factory {spec.factory!r} raised {type(error).__name__}: {error}; "
                          "mend it, it is called with nothing, or with scoring=") from error
-    if not callable(getattr(suite, "make_env", None)):
+    if isinstance(suite, type) or not callable(getattr(suite, "make_env", None)):
         raise ValueError(f"suite factory {spec.factory!r} returned a {type(suite).__name__}: return "
                          "a suite, such as rods_jax.tools.classes.ClassSuite")
     return suite

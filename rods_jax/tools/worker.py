@@ -91,7 +91,7 @@ class Worker:
         self._send = send
         self._suite: Suite | None = None
         self._output_chars = 0
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, Task | EnvError] = {}
         self._rollouts: dict[int, Environment | EnvError] = {}
         self._do = {
             Request.HELLO: self._hello, Request.START: self._start,
@@ -107,6 +107,8 @@ class Worker:
         except MemoryError:
             os._exit(MEMORY_EXIT)
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a tool included
+            if message[0] >= Request.TASK:  # nobody waits for an answer to it
+                raise
             found = env_error(error)
             self._send([Answer.ERROR, found.kind, found.text])
 
@@ -118,16 +120,27 @@ class Worker:
         self._send([Answer.ROWS, [None]])
 
     def _task(self, number: int, task: Json) -> None:
-        self._tasks[number] = Task.from_json(task)
+        try:
+            self._tasks[number] = Task.from_json(task)
+        except ValueError as error:  # said by whatever needs the task
+            self._tasks[number] = env_error(error)
+
+    def _known(self, number: int) -> Task:
+        task = self._tasks[number]
+        if isinstance(task, EnvError):
+            raise task
+        return task
 
     def _forget(self, number: int) -> None:
         self._tasks.pop(number, None)
 
     def _start(self, rollout: int, number: int, hints: bool) -> None:
         try:
-            self._rollouts[rollout] = open_env(self._suite, self._tasks[number], hints)
+            self._rollouts[rollout] = open_env(self._suite, self._known(number), hints)
         except MemoryError:
             raise
+        except EnvError as error:
+            self._rollouts[rollout] = error
         except BaseException as error:  # said again by every operation
             self._rollouts[rollout] = env_error(error)
         self._send([Answer.ROWS, [None]])
@@ -158,17 +171,20 @@ class Worker:
             if rows and time.monotonic() - told > REPORT_S:
                 self._send([Answer.ROWS, rows])
                 rows, told = [], time.monotonic()
-            rows.append(self._play_one(self._tasks[number], transcript, texts))
+            rows.append(self._play_one(number, transcript, texts))
         self._send([Answer.ROWS, rows])
 
-    def _play_one(self, task: Task, transcript: Json, texts: bool) -> Json:
+    def _play_one(self, number: int, transcript: Json, texts: bool) -> Json:
         """[type name, text] of what was raised, or [outcomes, results, turns given]."""
-        turns = gold_transcript(task) if transcript is None else [
-            [[ToolCall(*call) for call in step] for step in turn] for turn in transcript]
         try:
+            task = self._known(number)
+            turns = gold_transcript(task) if transcript is None else [
+                [[ToolCall(*call) for call in step] for step in turn] for turn in transcript]
             done = play(self._suite, task, turns)
         except MemoryError:
             raise
+        except EnvError as error:
+            return [error.kind, error.text]
         except BaseException as error:
             found = env_error(error)
             return [found.kind, found.text]

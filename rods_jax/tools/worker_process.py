@@ -147,7 +147,11 @@ class WorkerProcess:
     def ask(self, operation: Operation) -> None:
         for number, task in operation.tasks:
             if number not in self.known:
-                self.tell(Request.TASK, number, task.to_json())
+                try:
+                    self.tell(Request.TASK, number, task.to_json())
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"task {task.uid}: it is not JSON data ({error}); use texts, "
+                                     "numbers, lists and objects alone") from error
                 self.known.add(number)
         operation.begin = self._written + len(self._outbox)
         self.tell(operation.request, *operation.arguments)

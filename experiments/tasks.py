@@ -164,7 +164,8 @@ def show(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
         near = [uid for uid in known if args.uid in uid][:5] or list(known)[:5]
         raise UserError(f"no task {args.uid!r}: {len(known)} are known, such as {', '.join(near)}")
     task = known[args.uid]
-    played, measured, found = replay(suite, task), profile(task, suite), verdict(task, suite)
+    played, measured = replay(suite, task), profile(task, suite)
+    found = verdict(task, suite, played)
     results = iter(played.results)
     lines = [f"{task.uid}: {task.category.value}, domains {', '.join(task.domains)}, scenario "
              f"{task.scenario}, {task.source.value}"]

@@ -173,7 +173,7 @@ class Task:
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Task:
         """Raises ValueError that names the first unknown, missing or mistyped field."""
-        _fields("task", row, {
+        check_fields("task", row, {
             "schema_version": int, "uid": str, "domains": list, "category": str,
             "initial_config": dict, "turns": list, "scenario": str, "source": str,
             "parent": (str, type(None)), "generation": int,
@@ -195,10 +195,10 @@ class Task:
             raise ValueError("turns is empty: a task needs at least one user turn")
         turns = []
         for i, turn in enumerate(row["turns"]):
-            _fields(f"turns[{i}]", turn, {"user": str, "gold": list, "tools": list})
+            check_fields(f"turns[{i}]", turn, {"user": str, "gold": list, "tools": list})
             _texts(f"turns[{i}].tools", turn["tools"])
             for j, call in enumerate(turn["gold"]):
-                _fields(f"turns[{i}].gold[{j}]", call, {"name": str, "arguments": dict})
+                check_fields(f"turns[{i}].gold[{j}]", call, {"name": str, "arguments": dict})
             gold = tuple(ToolCall(c["name"], c["arguments"]) for c in turn["gold"])
             turns.append(Turn(turn["user"], gold, tuple(turn["tools"])))
         return cls(
@@ -214,7 +214,8 @@ def _texts(where: str, items: list) -> None:
             raise ValueError(f"{where}[{i}] has the wrong type {type(item).__name__}")
 
 
-def _fields(where: str, row: Json, types: Mapping[str, Any]) -> None:
+def check_fields(where: str, row: Json, types: Mapping[str, Any]) -> None:
+    """ValueError that names the first field which is unknown, missing or of a wrong type."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is not an object")
     for key in row:

@@ -1,7 +1,6 @@
 """Hostile messages in every wire format, dispatched to real tools that note what is run."""
 
 import dataclasses
-import importlib.util
 import json
 import random
 import sys
@@ -180,7 +179,6 @@ def test_code_in_a_string_argument_is_left_alone(label):
     assert Watched().run(PARSERS[label](text)) == ["check_balance", "find_bill"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="needs bfcl-eval")
 @pytest.mark.parametrize("mode", Mode)
 def test_bfcl_tools_see_declared_arguments_only(mode):
     root = {"root": {"alex": {"type": "directory", "contents": {}}}}

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rods_jax.text.compact import CompactFormat
+from rods_jax.tools import schema
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.tools.bfcl_data import DOMAINS, tool_domains
-from rods_jax.tools.hints import HintedEnv, closest, generic_hint, schema_hints, signature
+from rods_jax.tools.hints import HintedEnv, closest, generic_hint, schema_hints
 from rods_jax.tools.scoring import Mode, Scoring
 from rods_jax.tools.toolbox import ToolboxSuite, lexicon, split
 from rods_jax.tools.toolbox.entities import KINDS, is_entity
@@ -48,8 +49,8 @@ PAY = spec("pay_bill", ["bill_id", "amount"], bill_id="string", amount="integer"
 PING = spec("ping")
 BY_NAME = {s.name: s for s in (PAY, PING, spec("refund", ["bill_id"], bill_id="string"))}
 SEEN = frozenset({"pay_bill", "ping"})
-SIGNATURE = ("pay_bill(bill_id*: string, amount*: integer, tags: array of string, "
-             "urgent: boolean, unit: eur|usd), * is required")
+SIGNATURE = ("pay_bill(bill_id: str, amount: int, tags: list[str] = None, urgent: bool = None, "
+             'unit: "eur" | "usd" = None)')
 
 
 @pytest.mark.parametrize("made, said", [
@@ -84,7 +85,7 @@ def test_generic_hint(made, said):
 
 
 def test_signature_and_closest():
-    assert signature(PAY) == SIGNATURE and signature(PING) == "ping()"
+    assert schema.signature(PAY) == SIGNATURE and schema.signature(PING) == "ping()"
     assert closest("reprot.txt", ["a.txt", "report.txt"]) == ["report.txt"]
     assert closest("summary", ["summary_2024_final_version.doc"]) == [
         "summary_2024_final_version.doc"]

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rods_jax.tools import schema
-from rods_jax.types import Json, Task, ToolSpec
+from rods_jax.tools.literals import encodable
+from rods_jax.types import Json, Task, ToolSpec, check_fields
 
 TOOL_SCHEMA_VERSION = 1
 
@@ -49,9 +50,9 @@ def write_tasks(path: str | os.PathLike, tasks: Iterable[Task]) -> None:
     ValueError where a task's text cannot be written."""
     def lines() -> Iterator[str]:
         for task in tasks:
-            if not _encodable(row := task.to_json()):
+            if not encodable(line := _line(task.to_json())):
                 raise ValueError(f"task {task.uid}: a text holds half a surrogate pair; correct it")
-            yield _line(row)
+            yield line
     write_atomically(path, lines())
 
 
@@ -75,16 +76,7 @@ def tool_to_json(tool: ToolSpec) -> dict[str, Json]:
 
 def tool_from_json(row: Mapping[str, Json]) -> ToolSpec:
     """Raises ValueError that names the first field that is wrong."""
-    if not isinstance(row, Mapping):
-        raise ValueError("tool is not an object")
-    for key in row:
-        if key not in _TOOL_FIELDS:
-            raise ValueError(f"tool has an unknown field {key!r}")
-    for key, kind in _TOOL_FIELDS.items():
-        if key not in row:
-            raise ValueError(f"tool lacks the field {key!r}")
-        if type(row[key]) is not kind:
-            raise ValueError(f"tool.{key} has the wrong type {type(row[key]).__name__}")
+    check_fields("tool", row, _TOOL_FIELDS)
     if row["schema_version"] != TOOL_SCHEMA_VERSION:
         raise ValueError(
             f"schema_version is {row['schema_version']}, this code reads {TOOL_SCHEMA_VERSION}")
@@ -162,7 +154,7 @@ def _read(path: str | os.PathLike, noun: str, parse: Callable[[Json], Row], key:
             where = f"{path}, line {number}"
             try:
                 value = json.loads(line, object_pairs_hook=_unique)
-                if b"\\ud" in line.lower() and not _encodable(value):
+                if b"\\ud" in line.lower() and not encodable(_line(value)):
                     raise ValueError("a text holds half a surrogate pair")
                 row = parse(value)
             except json.JSONDecodeError as error:
@@ -183,14 +175,6 @@ def _read(path: str | os.PathLike, noun: str, parse: Callable[[Json], Row], key:
             line_of[name] = number
             rows.append(row)
     return rows
-
-
-def _encodable(value: Json) -> bool:
-    try:
-        _line(value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

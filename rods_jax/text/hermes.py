@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 
 from rods_jax.text.shots import Shot, nearest
 from rods_jax.text.tokenizer import TextTokenizer
+from rods_jax.tools import schema
 from rods_jax.tools.calls import coerce, format_call, parse_hermes
 from rods_jax.tools.env import UserTurn
-from rods_jax.types import Json, ParsedStep, Task, ToolCall, ToolResult, ToolSpec
+from rods_jax.types import ParsedStep, Task, ToolCall, ToolResult, ToolSpec
 
 _START, _END, _EOS = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _SYSTEM = "You are an assistant who gets things done with tools."
@@ -185,10 +186,6 @@ def _call(call: ToolCall) -> list[str]:
 
 # ------------------------------------------------------------------------------ tools
 
-_PYTHON = {"string": "str", "integer": "int", "number": "float", "float": "float",
-           "boolean": "bool", "object": "dict", "dict": "dict", "null": "None"}
-
-
 def full_schema(spec: ToolSpec) -> str:
     """One line of JSON in the shape of an OpenAI function."""
     function = {"name": spec.name, "description": spec.description,
@@ -198,23 +195,8 @@ def full_schema(spec: ToolSpec) -> str:
 
 def signature(spec: ToolSpec) -> str:
     """One line: `name(a: str, b: int = 1)  # first sentence of the description`."""
-    required = set(spec.parameters.get("required", ()))
-    shown = []
-    for name, schema in (spec.parameters.get("properties") or {}).items():
-        default = "" if name in required else f" = {schema.get('default')!r}"
-        shown.append(f"{name}: {_type_name(schema)}{default}")
     # BFCL's documents open with a word on the whole family of tools. A dot inside a number or
     # a path ends no sentence.
     own = " ".join(spec.description.split()).rpartition("Tool description: ")[2]
     sentence = own.split(". ")[0].rstrip(".")
-    return f"{spec.name}({', '.join(shown)})" + (f"  # {sentence}" if sentence else "")
-
-
-def _type_name(schema: Mapping[str, Json]) -> str:
-    if schema.get("enum"):
-        return " | ".join(json.dumps(v, ensure_ascii=False) for v in schema["enum"])
-    kind = schema.get("type")
-    if kind in ("array", "list", "tuple"):
-        return f"list[{_type_name(schema.get('items') or {})}]"
-    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
-    return " | ".join(_PYTHON.get(k, "any") for k in kinds)
+    return schema.signature(spec) + (f"  # {sentence}" if sentence else "")

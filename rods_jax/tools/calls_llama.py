@@ -9,7 +9,8 @@ a message and are dropped where a decoder left them in the text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 
 from rods_jax.tools.calls_json import OBJECT_OPENS, json_call, read_objects
 from rods_jax.tools.calls_list import LIST_OPENS, read_list
@@ -28,29 +29,34 @@ def parse_llama_json(text: str, declared: Collection[str],
     is not declared is an error; elsewhere such JSON is text. A tag that no call follows is an
     error.
     """
-    if refused := too_long(text, limits):
-        return refused
-    found = Found()
-    for part in cut_reasoning(_cut_ends(text), OBJECT_OPENS, found):
-        body, tagged = _untagged(part)
-        before = len(found.calls) + len(found.errors)
-        read_objects(body, found, declared, limits, strict=tagged or body.startswith(("{", "[{")))
-        _check_tag(tagged, before, found)
-    return found.parsed(limits)
+    def read(body: str, tagged: bool, found: Found) -> None:
+        strict = tagged or body.startswith(("{", "[{"))
+        read_objects(body, found, declared, limits, strict)
+
+    return _parse(text, limits, OBJECT_OPENS, read)
 
 
 def parse_llama_pythonic(text: str, tools: Sequence[ToolSpec],
                          limits: Limits = LIMITS) -> ParsedText:
     """A call list as in `parse_call_list`, which has the same writer, `format_call_list`. A tag
     that no call follows is an error."""
+    return _parse(text, limits, LIST_OPENS,
+                  lambda body, tagged, found: read_list(body, found, tools, limits))
+
+
+def _parse(text: str, limits: Limits, opens: re.Pattern[str],
+           read: Callable[[str, bool, Found], None]) -> ParsedText:
+    """`read` takes the calls of a part after the reasoning, and whether the tag stood there."""
     if refused := too_long(text, limits):
         return refused
     found = Found()
-    for part in cut_reasoning(_cut_ends(text), LIST_OPENS, found):
-        body, tagged = _untagged(part)
-        before = len(found.calls) + len(found.errors)
-        read_list(body, found, tools, limits)
-        _check_tag(tagged, before, found)
+    for part in cut_reasoning(_cut_ends(text), opens, found):
+        body = part.strip()
+        bare = body.removeprefix(PYTHON_TAG)
+        tagged, before = len(bare) < len(body), len(found.calls) + len(found.errors)
+        read(bare.lstrip(), tagged, found)
+        if tagged and len(found.calls) + len(found.errors) == before:
+            found.errors.append(f"no call follows {PYTHON_TAG}")
     return found.parsed(limits)
 
 
@@ -62,17 +68,6 @@ def _cut_ends(text: str) -> str:
         for token in END_TOKENS:
             text = text.removesuffix(token)
     return text
-
-
-def _untagged(part: str) -> tuple[str, bool]:
-    body = part.strip()
-    bare = body.removeprefix(PYTHON_TAG)
-    return bare.lstrip(), len(bare) < len(body)
-
-
-def _check_tag(tagged: bool, before: int, found: Found) -> None:
-    if tagged and len(found.calls) + len(found.errors) == before:
-        found.errors.append(f"no call follows {PYTHON_TAG}")
 
 
 def format_llama_json(calls: Sequence[ToolCall]) -> str:

@@ -79,7 +79,7 @@ def generic_hint(call: ToolCall, specs: Mapping[str, ToolSpec], visible: frozens
     wrong = schema.complaint(call.arguments, specs[name].parameters)
     if wrong is None:
         return ""
-    return f"{_remedy(wrong, call.arguments, specs[name])} Signature: {signature(specs[name])}."
+    return f"{_remedy(wrong, call.arguments, specs[name])} Signature: {schema.signature(specs[name])}."
 
 
 def closest(word: str, choices: Iterable[str], most: int = 1,
@@ -96,25 +96,8 @@ def closest(word: str, choices: Iterable[str], most: int = 1,
     return [forms[f] for f in found]
 
 
-def signature(spec: ToolSpec) -> str:
-    """`name(a*: string, b: integer), * is required`."""
-    required = spec.parameters.get("required") or ()
-    shown = [f"{name}{'*' * (name in required)}: {_kind(part)}"
-             for name, part in (spec.parameters.get("properties") or {}).items()]
-    return f"{spec.name}({', '.join(shown)})" + (", * is required" if required else "")
-
-
 def _form(word: str) -> str:
     return "".join(c for c in word[:_LONGEST].casefold() if c not in "_- ")
-
-
-def _kind(part: Mapping[str, Json]) -> str:
-    if part.get("enum"):
-        return "|".join(map(str, part["enum"]))
-    kind = part.get("type") or "any"
-    kinds = [kind] if isinstance(kind, str) else kind
-    items = f" of {_kind(part['items'])}" if part.get("items") else ""
-    return " or ".join(kinds) + items
 
 
 def _no_such_tool(name: str, specs: Mapping[str, ToolSpec], visible: frozenset[str]) -> str:

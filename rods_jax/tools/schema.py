@@ -1,11 +1,36 @@
-"""A call's arguments against the declared schema of its tool (a JSON schema of type object)."""
+"""What a tool takes: its schema (a JSON schema of type object) as a line, and against a call."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rods_jax.types import Json
+from rods_jax.types import Json, ToolSpec
+
+
+_PYTHON = {"string": "str", "integer": "int", "number": "float", "float": "float",
+           "boolean": "bool", "object": "dict", "dict": "dict", "null": "None"}
+
+
+def signature(spec: ToolSpec) -> str:
+    """`name(a: str, b: int = 1)`: as prompts state a tool, and hints remind of it."""
+    required = set(spec.parameters.get("required", ()))
+    shown = []
+    for name, part in (spec.parameters.get("properties") or {}).items():
+        default = "" if name in required else f" = {part.get('default')!r}"
+        shown.append(f"{name}: {_type_name(part)}{default}")
+    return f"{spec.name}({', '.join(shown)})"
+
+
+def _type_name(part: Mapping[str, Json]) -> str:
+    if part.get("enum"):
+        return " | ".join(json.dumps(v, ensure_ascii=False) for v in part["enum"])
+    kind = part.get("type")
+    if kind in ("array", "list", "tuple"):
+        return f"list[{_type_name(part.get('items') or {})}]"
+    kinds = kind if isinstance(kind, (list, tuple)) else [kind]
+    return " | ".join(_PYTHON.get(k, "any") for k in kinds)
 
 
 def complaint(arguments: Any, parameters: Mapping[str, Json]) -> str | None:

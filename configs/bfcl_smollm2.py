@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
         group_size=6,
         rows=1,
         tasks=dict(suite="bfcl", domains=("GorillaFileSystem", "TradingBot"), seeds=12, held_in=4),
-        policy=dict(source="smollm2", shots=1, remat=True),
+        policy=dict(source="smollm2", shots=1, remat="layer"),
         sampler=dict(slots=18, max_len=1024, prompt_len=768, chunk=48, max_new=64,
                      prefill_groups=1),
         engine=dict(max_steps=4),

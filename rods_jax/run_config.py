@@ -11,7 +11,7 @@ from rods_jax.boundary import BoundaryConfig, SeedRule
 from rods_jax.curriculum import CurriculumConfig
 from rods_jax.grpo.optimizer import OptimizerConfig
 from rods_jax.grpo.update import UpdateConfig
-from rods_jax.models.config import ModelConfig
+from rods_jax.models.config import ModelConfig, Remat
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.sampler import SamplerConfig
 from rods_jax.startup import Platform
@@ -76,7 +76,7 @@ class PolicyConfig:
     schemas: Schemas = Schemas.SIGNATURES
     shots: int = 0
     compute_dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = Remat.NONE
 
     def __post_init__(self):
         _positive(self, "n_heads", "slots")

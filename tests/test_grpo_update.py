@@ -18,7 +18,7 @@ from rods_jax.grpo.loss import Aggregation, KlEstimator, LossConfig
 from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
 from rods_jax.grpo.supervised import make_supervised
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update
-from rods_jax.models.decoder import causal_mask
+from rods_jax.models.attention import causal_mask
 from rods_jax.types import EndReason
 
 SHAPE = BatchShape(micro=6, rows=2, length=16, tasks=3, group=4)

@@ -10,10 +10,10 @@ import models_reference as reference
 import numpy as np
 import pytest
 
-from rods_jax.models.config import ModelConfig, llama3_rope_divisors
-from rods_jax.models.decoder import (Decoder, Memory, append, attend, by_layer, causal_mask,
-                                     count_params, init_params, rope_tables, rotate,
-                                     segment_mask)
+from rods_jax.models.attention import attend, causal_mask, segment_mask
+from rods_jax.models.config import ModelConfig, Remat, llama3_rope_divisors
+from rods_jax.models.decoder import (Decoder, Memory, append, by_layer, count_params,
+                                     init_params, rope_tables, rotate)
 
 # head_dim is set apart from d_model / n_heads (8).
 TOY = ModelConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12,
@@ -69,7 +69,7 @@ SEGMENTS = np.array([[1, 1, 2, 0, 0], [0] * 5])
     {},
     {"qkv_bias": True, "tie_embeddings": False, "n_kv_heads": 1, "rope_theta": 500.0},
     {"qk_norm": True, "n_kv_heads": 4, "norm_eps": 1e-2, "scan_unroll": 2},
-    {"qkv_bias": True, "qk_norm": True, "tie_embeddings": False, "remat": True,
+    {"qkv_bias": True, "qk_norm": True, "tie_embeddings": False, "remat": Remat.LAYER,
      "rope_divisors": llama3_rope_divisors(12, 1e4, 8.0, 1.0, 4.0, 64)},
 ], ids=["plain", "bias_untied_mqa", "qk_norm_mha_unrolled", "all_remat_llama3"])
 def test_logits_equal_the_float64_reference(change):
@@ -292,7 +292,7 @@ def test_layers_start_different_and_keys_matter():
 
 def test_remat_and_unrolling_change_no_gradient():
     params = noisy_params(TOY)
-    other = dataclasses.replace(TOY, remat=True, scan_unroll=2)
+    other = dataclasses.replace(TOY, remat=Remat.LAYER, scan_unroll=2)
     plain, same = (gradient(c, params, IDS, SEGMENTS) for c in (TOY, other))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
                  plain, same)

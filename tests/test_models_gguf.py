@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rods_jax.models.config import ModelConfig
-from rods_jax.models.decoder import Decoder, causal_mask, init_params
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.models.gguf import load_gguf, smollm2_path
 
 # head_dim 16 where d_model / n_heads is 8.

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from rods_jax.models.config import ModelConfig
-from rods_jax.models.decoder import Decoder, causal_mask, init_params
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.models.sharding import (ShardingRules, batch_sharding, make_mesh, param_shardings,
                                       replicated)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from rods_jax.models.config import ModelConfig
-from rods_jax.models.decoder import Decoder, causal_mask, init_params
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.rollout.sampler import SamplerConfig, init_slots, make_prefill, make_wave
 
 MODEL = ModelConfig(vocab_size=23, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=6,

@@ -29,7 +29,8 @@ from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask, token_logprobs
 from rods_jax.grpo.loss import LossConfig, token_terms, token_weights
 from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimizer
-from rods_jax.models.decoder import Decoder, segment_mask
+from rods_jax.models.attention import Segments
+from rods_jax.models.decoder import Decoder
 
 __all__ = [
     "OptimizerConfig", "OptimizerKind", "TrainState", "UpdateConfig", "UpdateMetrics",
@@ -121,7 +122,7 @@ def micro_logprobs(decoder: Decoder, params: Params, tokens_RxL, positions_RxL, 
     """Log-probs and entropies float32 [R, L] of one micro-batch, 0 where mask is False."""
     variables = {"params": params}
     hidden_RxLxD, _ = decoder.apply(
-        variables, tokens_RxL, positions_RxL, segment_mask(segments_RxL))
+        variables, tokens_RxL, positions_RxL, Segments(segments_RxL))
     head = partial(decoder.apply, variables, method="logits")
     return token_logprobs(head, hidden_RxLxD, tokens_RxL, mask_RxL, temperature, chunk,
                           entropy_gradient)

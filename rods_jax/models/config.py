@@ -3,9 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
+import re
 
 _COMPUTE_DTYPES = ("float32", "bfloat16")
+
+# The weights of a layer that LoRA may adapt, under the names that checkpoints give them.
+PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
+               "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+class Remat(str, enum.Enum):
+    """What a layer keeps for the backward pass; the rest is computed again."""
+
+    NONE = "none"  # everything is kept
+    DOTS = "dots"  # the outputs of matmuls with weights
+    LAYER = "layer"  # the layer's input alone
+
+
+class Attention(str, enum.Enum):
+    """Who computes a chunk's attention to itself. Memories are always read by XLA."""
+
+    AUTO = "auto"  # what is fastest where the program runs, see models/attention.py
+    XLA = "xla"
+    CUDNN = "cudnn"
+    SPLASH = "splash"  # Pallas, TPU
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters: y = x W + (alpha / rank) (x A) B, https://arxiv.org/abs/2106.09685.
+
+    targets: a regular expression that the name of a projection must match as a whole
+        ("q_proj|v_proj"); the names are those of PROJECTIONS, in every layer alike.
+    """
+
+    targets: str = "q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj"
+    rank: int = 16
+    alpha: float = 32.0
+
+    def __post_init__(self):
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"lora rank is {self.rank!r}: give a positive whole number")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ValueError(f"lora alpha is {self.alpha}: give a positive number")
+        try:
+            matched = self.parameters
+        except re.error as error:
+            raise ValueError(f"lora targets {self.targets!r} is no regular expression: "
+                             f"{error}") from None
+        if not matched:
+            raise ValueError(f"lora targets {self.targets!r} matches none of "
+                             + ", ".join(PROJECTIONS))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the adapted parameters: q, k, ..."""
+        return tuple(name for proj, name in PROJECTIONS.items()
+                     if re.fullmatch(self.targets, proj))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +76,8 @@ class ModelConfig:
     rope_divisors: one number for each of the head_dim / 2 rotary frequencies, which is
         divided by it; empty leaves the frequencies alone (see `llama3_rope_divisors`).
     compute_dtype: dtype of activations and matmuls; parameters are always float32.
-    remat: recompute each layer in the backward pass instead of keeping its activations.
+    remat, attention: how a pass is computed, never what. lora: adapters beside the weights,
+        parameters of their own; None has none.
     scan_unroll: layers unrolled in a step of the layer scan. Small models run faster on a
         CPU with all layers unrolled, large ones compile faster with 1.
     """
@@ -34,7 +95,9 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     compute_dtype: str = "float32"
-    remat: bool = False
+    remat: Remat = Remat.NONE
+    attention: Attention = Attention.AUTO
+    lora: LoraConfig | None = None
     scan_unroll: int = 1
     rope_divisors: tuple[float, ...] = ()
 

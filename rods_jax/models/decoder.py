@@ -29,11 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rods_jax.models.config import ModelConfig
+from rods_jax.models.attention import Segments, attend, causal_mask, segment_mask
+from rods_jax.models.config import ModelConfig, Remat
 
-# Stands in for a masked score. Finite, so that a query with nothing to attend to gets the
-# plain mean of the values and finite gradients instead of NaN.
-_MASKED = -1e30
 
 
 @flax.struct.dataclass
@@ -75,20 +73,6 @@ def _stacked(x):
     return jnp.stack(x) if isinstance(x, tuple) else x
 
 
-def causal_mask(length: int) -> jax.Array:
-    """bool [1, C, C]: query i sees key j iff j <= i. Broadcasts over B."""
-    return jnp.tril(jnp.ones((1, length, length), bool))
-
-
-def segment_mask(segments_BxL: jax.Array) -> jax.Array:
-    """bool [B, L, L] for packed rows: causal within a segment; segment 0 is padding, which
-    sees itself alone so that its softmax stays defined."""
-    length = segments_BxL.shape[-1]
-    same = segments_BxL[:, :, None] == segments_BxL[:, None, :]
-    real = segments_BxL[:, :, None] != 0
-    return (causal_mask(length) & same & real) | jnp.eye(length, dtype=bool)
-
-
 def rope_tables(positions_BxC: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """cos, sin float32 [B, C, HD / 2] of position * theta^(-2i / HD) / divisor_i."""
     half = config.head_dim // 2
@@ -111,37 +95,6 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     inv = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
     return (wide * inv * scale).astype(x.dtype)
-
-
-def attend(q_BxCxHxHD, sources) -> jax.Array:
-    """Softmax attention over several key/value sources as if they were one; [B, C, H, HD].
-
-    sources: tuples (k [B, KV, S, HD], v [B, KV, S, HD], mask bool, broadcastable to
-    [B, C, S]). Scores are masked by replacement before the exponential and the softmax is
-    taken in float32; the division by its sum comes last, where the array is smallest.
-    """
-    b, c, h, hd = q_BxCxHxHD.shape
-    kv = sources[0][0].shape[1]
-    q = (q_BxCxHxHD * hd ** -0.5).reshape(b, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
-    scores = [jnp.where(mask[:, None, None], _scores(q, k), _MASKED) for k, _, mask in sources]
-    peak = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
-    peak = jax.lax.stop_gradient(peak)  # cancels between numerator and sum
-    weights = [jnp.exp(s - peak) for s in scores]
-    total = sum(w.sum(-1, keepdims=True) for w in weights)
-    out = sum(jnp.einsum("bnqcs,bnsh->bnqch", w.astype(v.dtype), v,
-                         preferred_element_type=jnp.float32)
-              for w, (_, v, _) in zip(weights, sources))
-    out = (out / total).astype(q.dtype)
-    return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, hd)
-
-
-def _scores(q, k):
-    """float32 [B, KV, Q, C, S] of q [B, KV, Q, C, HD] and k [B, KV, S, HD]."""
-    if q.shape[3] > 1:
-        return jnp.einsum("bnqch,bnsh->bnqcs", q, k, preferred_element_type=jnp.float32)
-    # One query: with the keys as the left matrix a CPU runs this three times as fast.
-    s = jnp.einsum("bnsh,bnqch->bnsqc", k, q, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(s, 2, -1)
 
 
 def _fan_in(*axes: int, scale: float = 1.0):
@@ -230,26 +183,28 @@ class Decoder(nn.Module):
         self.final_norm = self.param("final_norm", nn.initializers.ones, (c.d_model,))
         if not c.tie_embeddings:
             self.head = self.param("head", _fan_in(0), (c.d_model, c.vocab_size))
-        layer = nn.remat(Layer, prevent_cse=False) if c.remat else Layer
+        layer = nn.remat(Layer, prevent_cse=False) if c.remat is not Remat.NONE else Layer
         self.layers = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=c.n_layers, unroll=min(c.scan_unroll, c.n_layers))(
                 c, self.activations)
 
-    def __call__(self, tokens_BxC, positions_BxC, self_mask_BxCxC, memories=()):
+    def __call__(self, tokens_BxC, positions_BxC, self_mask, memories=()):
         """Hidden states after the final norm, and the chunk's K/V.
 
-        tokens_BxC, positions_BxC: int32. self_mask_BxCxC: bool (or [1, C, C]), True where
-        query i may see key j of the chunk. memories: tuple of Memory, all of whose valid
+        tokens_BxC, positions_BxC: int32. self_mask: which keys of the chunk its queries see,
+        as Segments or as bool [B, C, C] (or [1, C, C]). memories: tuple of Memory, all of whose valid
         entries every query sees.
         Returns hidden_BxCxD in compute_dtype and (k, v), each [Lyr, B, KV, C, HD] in
         compute_dtype, k after rope.
         """
         x = self._lookup(tokens_BxC)
+        if isinstance(self_mask, Segments):
+            self_mask = segment_mask(self_mask.ids_BxC)
         cos, sin = rope_tables(positions_BxC, self.config)
         x, kv = self.layers(
-            x, tuple((_stacked(m.k), _stacked(m.v)) for m in memories), cos, sin, self_mask_BxCxC,
+            x, tuple((_stacked(m.k), _stacked(m.v)) for m in memories), cos, sin, self_mask,
             tuple(m.valid_BxS[:, None, :] for m in memories))
         return rms_norm(x, self.final_norm, self.config.norm_eps), kv
 

@@ -25,7 +25,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rods_jax.models.decoder import Decoder, Memory, append, by_layer, causal_mask
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.decoder import Decoder, Memory, append, by_layer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Dialogue(Protocol):
 
     def user(self, turn: UserTurn) -> list[int]:
         """What follows the end of a turn: the next user turn, tools that became visible with
-        it, the assistant header."""
+        it, the assistant header. Where the format `rewrites`: the whole prompt of that turn
+        instead, what was said before included, which begins a row of its own."""
 
     def results(self, calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[int]:
         """What follows a step with calls: one result a call, the assistant header."""
@@ -44,11 +45,14 @@ class Dialogue(Protocol):
 
 
 class ChatFormat(Protocol):
-    """`stop_ids`: any of them ends an assistant message."""
+    """`stop_ids`: any of them ends an assistant message. `rewrites`: earlier turns look
+    otherwise once a new one begins (thoughts are dropped), so a rollout has a row of ids a
+    turn, each append-only, instead of one."""
 
     vocab_size: int
     stop_ids: tuple[int, ...]
     pad_id: int
+    rewrites: bool
 
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> Dialogue:
         """A fresh dialogue for one rollout (or for the prompt its group shares)."""

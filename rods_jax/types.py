@@ -259,7 +259,12 @@ class ParsedStep:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """The token ids exactly as sampled and as inserted, never tokenized again."""
+    """The token ids exactly as sampled and as inserted, never tokenized again.
+
+    `rows`: where in the ids each row begins. A rollout is one row, append-only from its prompt
+    on, unless the chat format rewrites earlier turns (see text/formats.py): then every user
+    turn begins a row with the whole prompt of that turn, and nothing before it is context.
+    """
 
     task_uid: str
     sample: int  # index in the group
@@ -271,11 +276,21 @@ class Trajectory:
     end: EndReason
     n_steps: int = 0  # assistant messages
     n_malformed: int = 0  # messages with a parse error
+    rows: tuple[int, ...] = (0,)
 
     def __post_init__(self):
         shapes = {self.tokens_L.shape, self.author_L.shape, self.logprobs_L.shape}
         if len(shapes) != 1 or self.tokens_L.ndim != 1:
             raise ValueError(f"trajectory of {self.task_uid}: arrays disagree in shape: {shapes}")
+        length = len(self.tokens_L)
+        if self.rows[:1] != (0,) or (length and any(a >= b for a, b in self.spans)):
+            raise ValueError(f"trajectory of {self.task_uid}: rows {self.rows} do not divide its "
+                             f"{length} tokens")
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(begin, end) of each row."""
+        return tuple(zip(self.rows, (*self.rows[1:], len(self.tokens_L))))
 
 
 # ---------------------------------------------------------------- what synthesis passes on

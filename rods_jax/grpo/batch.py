@@ -1,7 +1,8 @@
 """Whole trajectories packed into rows of fixed length, ready for one update.
 
-Packing runs on the host in numpy. A trajectory is laid out whole in one row, several share
-a row, each with its own segment number and its own positions from 0. Who wrote a token
+Packing runs on the host in numpy. A trajectory's ids (each of its rows, where it has several)
+lie whole in one row of the batch, several share a row, each with its own segment number and
+its own positions from 0. Who wrote a token
 decides whether it carries loss, never its id, so an end token equal to the padding id is
 still an end token.
 """
@@ -69,21 +70,22 @@ def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
         in the batch for the statistics.
 
     Tokens after the last sampled one are cut: they are neither predicted nor attended to by
-    a token that is. Raises ValueError for a trajectory longer than L, and when the rows do
+    a token that is. Raises ValueError for a row of ids longer than L, and when the rows do
     not suffice.
     """
     rewards_TxG = np.asarray(rewards_TxG, np.float32)
     valid_TxG, truncated_TxG = _flags(groups, rewards_TxG, shape)
     live_T = _live(rewards_TxG, valid_TxG, var_floor)
-    items = []  # (flat index, trajectory, length up to the last sampled token)
+    items = []  # (flat index, trajectory, begin, length up to the last sampled token)
     for t, group in enumerate(groups):
         if drop_dead and not live_T[t]:
             continue
         for g, trajectory in enumerate(group):
-            if valid_TxG[t, g] and (length := _loss_length(trajectory, shape.length)):
-                items.append((t * shape.group + g, trajectory, length))
+            if valid_TxG[t, g]:
+                items += [(t * shape.group + g, trajectory, begin, length)
+                          for begin, length in _loss_spans(trajectory, shape.length)]
 
-    rows = _best_fit([length for _, _, length in items], shape)
+    rows = _best_fit([length for *_, length in items], shape)
     ints = {name: np.zeros((shape.micro * shape.rows, shape.length), np.int32)
             for name in ("tokens", "positions", "segments", "traj")}
     sampled = np.zeros((shape.micro * shape.rows, shape.length), bool)
@@ -91,14 +93,14 @@ def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
     for row, members in enumerate(rows):
         start = 0
         for segment, item in enumerate(members, 1):
-            index, trajectory, n = items[item]
-            at = np.s_[row, start:start + n]
-            ints["tokens"][at] = trajectory.tokens_L[:n]
+            index, trajectory, begin, n = items[item]
+            at, source = np.s_[row, start:start + n], np.s_[begin:begin + n]
+            ints["tokens"][at] = trajectory.tokens_L[source]
             ints["positions"][at] = np.arange(n)
             ints["segments"][at] = segment
             ints["traj"][at] = index
-            sampled[at] = trajectory.author_L[:n] == Author.SAMPLED
-            logprobs[at] = np.where(sampled[at], trajectory.logprobs_L[:n], 0.0)
+            sampled[at] = trajectory.author_L[source] == Author.SAMPLED
+            logprobs[at] = np.where(sampled[at], trajectory.logprobs_L[source], 0.0)
             start += n
 
     folded = (shape.micro, shape.rows, shape.length)
@@ -136,19 +138,23 @@ def _live(rewards_TxG: np.ndarray, valid_TxG: np.ndarray, var_floor: float) -> n
     return (valid_TxG.sum(1) >= 2) & ((centred ** 2).sum(1) / n_T > var_floor)
 
 
-def _loss_length(trajectory: Trajectory, limit: int) -> int:
-    """Tokens up to the last sampled one, 0 if none was sampled."""
-    sampled = np.flatnonzero(trajectory.author_L == Author.SAMPLED)
-    if not sampled.size:
-        return 0
-    length = int(sampled[-1]) + 1
+def _loss_spans(trajectory: Trajectory, limit: int) -> list[tuple[int, int]]:
+    """(begin, length) of each row of ids in which a token was sampled, up to its last one."""
+    sampled_L = trajectory.author_L == Author.SAMPLED
     name = f"trajectory {trajectory.sample} of {trajectory.task_uid}"
-    if length > limit:
-        raise ValueError(f"{name} has {length} tokens, a row holds {limit}: raise length or lower "
-                         "the rollout's token limit")
-    if not np.isfinite(trajectory.logprobs_L[sampled]).all():
+    if not np.isfinite(trajectory.logprobs_L[sampled_L]).all():
         raise ValueError(f"{name} has a sampler log-prob that is not finite: drop the sample")
-    return length
+    found = []
+    for begin, end in trajectory.spans:
+        at = np.flatnonzero(sampled_L[begin:end])
+        if not at.size:
+            continue
+        length = int(at[-1]) + 1
+        if length > limit:
+            raise ValueError(f"{name} has {length} tokens, a row holds {limit}: raise length or "
+                             "lower the rollout's token limit")
+        found.append((begin, length))
+    return found
 
 
 def _best_fit(lengths: Sequence[int], shape: BatchShape) -> list[list[int]]:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from rods_jax.models.decoder import Decoder
-from rods_jax.rollout.sampler import SamplerConfig, init_slots, make_prefill, make_wave
+from rods_jax.rollout.sampler import SamplerConfig, forget, init_slots, make_prefill, make_wave
 from rods_jax.text.formats import ChatFormat, Dialogue
 from rods_jax.tools.env import Suite
 from rods_jax.tools.host import Host, InProcessHost, Outage, Pending, ToolCrash
@@ -88,6 +88,8 @@ class _Rollout:
         self.logprobs = [0.0] * len(prompt.ids)
         self.pending: list[int] = []  # ids that the device has not seen yet
         self.message: list[int] = []  # the assistant message being sampled
+        self.rows = [0]  # where in the ids each row begins
+        self.fresh = False  # whether the device must forget the slot's ids before the next
         self.outcomes: list[TurnOutcome] = []
         self.turn_steps = self.n_steps = self.n_malformed = 0
 
@@ -96,6 +98,18 @@ class _Rollout:
         self.author.extend([Author.INSERTED] * len(ids))
         self.logprobs.extend([0.0] * len(ids))
         self.pending.extend(ids)
+
+    def begin_row(self, ids: Sequence[int]) -> None:
+        """The prompt of a turn whose earlier turns look otherwise than they were sampled."""
+        self.rows.append(len(self.tokens))
+        self.tokens.extend(ids)
+        self.author.extend([Author.PROMPT] * len(ids))
+        self.logprobs.extend([0.0] * len(ids))
+        self.pending, self.fresh = list(ids), True
+
+    @property
+    def row_length(self) -> int:
+        return len(self.tokens) - self.rows[-1]
 
     def sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         self.tokens.extend(ids)
@@ -110,7 +124,7 @@ class _Rollout:
             tokens_L=np.asarray(self.tokens, np.int32), author_L=np.asarray(self.author, np.int8),
             logprobs_L=np.asarray(self.logprobs, np.float32), outcomes=tuple(self.outcomes),
             n_turns=len(self.task.turns), end=end, n_steps=self.n_steps,
-            n_malformed=self.n_malformed)
+            n_malformed=self.n_malformed, rows=tuple(self.rows))
 
 
 class Engine:
@@ -123,6 +137,7 @@ class Engine:
         self.chat, self.suite, self.host = chat, suite, host or InProcessHost(suite)
         self._slots = init_slots(decoder, sampler)
         self._prefill = jax.jit(make_prefill(decoder, sampler), donate_argnums=1)
+        self._forget = jax.jit(forget, donate_argnums=0)
         self._waves = {
             bucket: jax.jit(make_wave(decoder, sampler, chat.stop_ids, bucket), donate_argnums=1)
             for bucket in sampler.buckets}
@@ -144,6 +159,7 @@ class Engine:
         who_Bx2 = np.zeros((self.sampler.slots, 2), np.uint32)
         while queue or any(live):
             self._refill(params, prompts, group_size, queue, live, who_Bx2, hints)
+            self._forget_rows(live, who_Bx2)
             ended = self._wave(params, live, key, who_Bx2, np.float32(temperature), stats)
             for slot, end in ended.items():
                 rollout = live[slot]
@@ -190,6 +206,18 @@ class Engine:
                     who_Bx2[slot] = task_key(prompt.task.uid), sample
             self._slots = self._prefill(params, self._slots, tokens_TxP, length_T, group_B)
 
+    def _forget_rows(self, live, who_Bx2) -> None:
+        """Empties the slots in which a row begins, and gives its draws keys of their own:
+        positions count from 0 again."""
+        fresh_B = np.array([rollout is not None and rollout.fresh for rollout in live])
+        if not fresh_B.any():
+            return
+        self._slots = self._forget(self._slots, fresh_B)
+        for slot in np.flatnonzero(fresh_B):
+            rollout = live[slot]
+            rollout.fresh = False
+            who_Bx2[slot, 1] = rollout.sample | (len(rollout.rows) - 1) << 16
+
     def _wave(self, params, live, key, who_Bx2, temperature, stats: RolloutStats,
               ) -> dict[int, EndReason]:
         """One wave over all slots; returns the slots whose rollout ended, and why."""
@@ -201,14 +229,14 @@ class Engine:
         for slot, rollout in enumerate(live):
             if rollout is None:
                 continue
-            longest = max(longest, len(rollout.tokens) - len(rollout.pending))
+            longest = max(longest, rollout.row_length - len(rollout.pending))
             take = rollout.pending[:C]
             rollout.pending = rollout.pending[C:]
             chunk_BxC[slot, :len(take)] = take
             n_B[slot] = len(take)
             sample_B[slot] = not rollout.pending
             budget_B[slot] = min(M - len(rollout.message),
-                                 self.sampler.max_len - len(rollout.tokens))
+                                 self.sampler.max_len - rollout.row_length)
         bucket = next(b for b in self.sampler.buckets if b >= longest)
         began = time.perf_counter()
         self._slots, out = self._waves[bucket](
@@ -228,7 +256,7 @@ class Engine:
                 n = int(out.count_B[slot])
                 rollout.sampled(out.tokens_BxM[slot, :n].tolist(),
                                 out.logprobs_BxM[slot, :n].tolist())
-            if out.length_B[slot] != len(rollout.tokens) - len(rollout.pending):
+            if out.length_B[slot] != rollout.row_length - len(rollout.pending):
                 steps[slot] = EndReason.DRIFT
             elif sample_B[slot]:
                 steps[slot] = self._safely(
@@ -244,7 +272,7 @@ class Engine:
         it wants to the environment. None: the message goes on."""
         if not stopped:
             room = (len(rollout.message) < self.sampler.max_new
-                    and len(rollout.tokens) < self.sampler.max_len)
+                    and rollout.row_length < self.sampler.max_len)
             return None if room else EndReason.TOKEN_LIMIT
         message, rollout.message = rollout.message, []
         step = rollout.dialogue.parse(message)
@@ -267,7 +295,10 @@ class Engine:
                 return EndReason.DONE
             if self.config.stop_on_failed_turn and not outcome.passed:
                 return EndReason.FAILED_TURN
-            return self._insert(rollout, rollout.dialogue.user(turn))
+            ids = rollout.dialogue.user(turn)
+            if self.chat.rewrites:
+                return self._begin_row(rollout, ids)
+            return self._insert(rollout, ids)
         if asked.pending is None:
             ids = rollout.dialogue.errors(asked.step.errors)
         else:
@@ -282,9 +313,15 @@ class Engine:
 
     def _insert(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
         # One token must be left to sample, or the message could not even be empty.
-        if len(rollout.tokens) + len(ids) >= self.sampler.max_len:
+        if rollout.row_length + len(ids) >= self.sampler.max_len:
             return EndReason.TOKEN_LIMIT
         rollout.insert(ids)
+        return None
+
+    def _begin_row(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
+        if len(ids) >= self.sampler.max_len:
+            return EndReason.TOKEN_LIMIT
+        rollout.begin_row(ids)
         return None
 
     def _safely(self, step: Callable[[], _Asked | EndReason | None], stats: RolloutStats,

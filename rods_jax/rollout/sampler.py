@@ -90,6 +90,11 @@ def init_slots(decoder: Decoder, config: SamplerConfig) -> Slots:
     )
 
 
+def forget(slots: Slots, fresh_B: jax.Array) -> Slots:
+    """Empties the slots where `fresh_B` (bool) says so; the next chunk begins at position 0."""
+    return slots.replace(length_B=jnp.where(fresh_B, 0, slots.length_B))
+
+
 def make_prefill(decoder: Decoder, config: SamplerConfig):
     """`prefill(params, slots, tokens_TxP, length_T, group_B) -> slots`.
 
@@ -130,7 +135,7 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
 
     n_B: tokens of the chunk that are real. sample_B: whether the slot then samples.
     budget_B: most tokens it may sample. who_Bx2: uint32, a hash of the task and the index in
-    the group; with `key` and the token's position they make the key of a draw.
+    the group (rows after the first in its upper half); with `key` and the token's position they make the key of a draw.
     temperature: float32 scalar; 0 takes the likeliest token and scores it at temperature 1.
     """
     B, C = config.slots, config.chunk

@@ -49,6 +49,8 @@ class CompactFormat:
     after kind, those of no kind last. `vocabulary` spells each id below the slots.
     """
 
+    rewrites = False
+
     def __init__(self, specs: Sequence[ToolSpec], lexicon: Sequence[str], n_slots: int = 48,
                  kinds: Sequence[str] = ()):
         if n_slots < 1:

@@ -53,6 +53,8 @@ class HermesFormat:
     `shots`: worked examples, of which each prompt shows the `n_shots` most like its task, as
     messages before the user's own."""
 
+    rewrites = False
+
     def __init__(self, tokenizer: TextTokenizer, schemas: Schemas, system: str = _SYSTEM,
                  bare_json: bool = False, coerce_numbers: bool = False,
                  shots: Sequence[Shot] = (), n_shots: int = 0):

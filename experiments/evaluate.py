@@ -45,8 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load(args.config, args.set, RunConfig)
     if args.official:
         config = official(config)
-    inner = args.checkpoint / "checkpoints"
-    path = inner if inner.is_dir() else args.checkpoint
+    path = args.checkpoint
     step, host = checkpoint.read_host(path)
     print(json.dumps(startup.start(config.platform)), flush=True)
     found = evaluate_checkpoint(config, path, host, args.split)
@@ -67,7 +66,7 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
                         split_name: str) -> dict[str, dict]:
     """{"sampled": ..., "greedy": ...}, each the fields of an EvalResult."""
     from rods_jax.evaluate import evaluate_ways  # after the platform is settled
-    from rods_jax.policy import build, split
+    from rods_jax.policy import build, restored, split
     from rods_jax.rollout.engine import Engine
     from rods_jax.train import check_config
     check_config(path, host, config, ("policy",))
@@ -75,8 +74,7 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
     counts = {"train": config.tasks.seeds, "held_in": config.tasks.held_in,
               "new_structures": max(1, config.tasks.held_in // 2)}
     tasks = split(parts.suite, split_name, counts[split_name])
-    like = {"train": {"params": parts.params}}
-    params = checkpoint.restore(path, like, partial=True).arrays["train"]["params"]
+    params = restored(parts, path)
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
     engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
     try:

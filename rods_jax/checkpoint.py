@@ -19,6 +19,7 @@ import os
 import pathlib
 import re
 import shutil
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -208,7 +209,7 @@ def _flush_dir(folder: pathlib.Path) -> None:
 
 
 def restore(path: str | os.PathLike, like: Any, partial: bool = False) -> Restored:
-    """Reads a step's folder, or the newest step below a root.
+    """Reads a step's folder, or the newest step below a root or in a run's folder.
 
     `like`: pytree whose leaves say shape and dtype and where the array goes: to the sharding
     of a ShapeDtypeStruct or committed jax array, to the default device without one, to host
@@ -236,11 +237,30 @@ def read_host(path: str | os.PathLike) -> tuple[int, Json]:
     return _read_manifest(folder)["step"], _read_json(folder / "host.json")
 
 
+def fingerprint(arrays: Any) -> str:
+    """Eight hex digits that tell one pytree of arrays from another, bit for bit and wherever
+    they lie: so much is kept of weights that a checkpoint leaves out because no step changes
+    them."""
+    return f"{zlib.crc32(np.asarray(jax.tree.leaves(jax.device_get(_sums(arrays)))).tobytes()):08x}"
+
+
+@jax.jit
+def _sums(arrays: Any) -> Any:
+    """uint32 [2] a leaf: its bits summed, plainly and weighted by where they stand."""
+    def one(leaf):
+        bits = leaf.view(f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
+        weight = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) | jnp.uint32(1)
+        return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weight).sum(dtype=jnp.uint32)])
+    return jax.tree.map(lambda leaf: one(jnp.asarray(leaf)), arrays)
+
+
 def _find(path: pathlib.Path) -> pathlib.Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint folder")
     if (path / "manifest.json").is_file():
         return path
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
     found = latest(path)
     if found is None:
         raise CheckpointError(f"{path}: holds no finished checkpoint (step_NNNNNNNNN)")

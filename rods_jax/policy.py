@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rods_jax import checkpoint
 from rods_jax.config import UserError
+from rods_jax.models import lora
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.run_config import PolicyConfig, PolicySource, RunConfig
+from rods_jax.run_config import Chat, PolicyConfig, PolicySource, RunConfig
 from rods_jax.text.compact import CompactFormat
 from rods_jax.text.formats import ChatFormat
+from rods_jax.text.hermes import HermesFormat
+from rods_jax.text.shots import shots_of
+from rods_jax.text.tokenizer import TextTokenizer
 from rods_jax.tools.env import Suite
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import Task
@@ -22,7 +29,8 @@ from rods_jax.types import Task
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a run is made of. `params`: fresh or pretrained, before any warm start."""
+    """What a run is made of. `params`: fresh or pretrained, before any warm start; adapters
+    included."""
 
     suite: Suite
     chat: ChatFormat
@@ -40,12 +48,36 @@ def split(suite: Suite, name: str, count: int) -> list[Task]:
 
 
 def build(config: RunConfig) -> Parts:
-    suite = make_suite(config.tasks.spec())
+    suite, spec = make_suite(config.tasks.spec()), config.tasks.spec()
     if config.policy.source is PolicySource.SMOLLM2:
-        return _smollm2(config.policy, config.tasks.spec(), suite)
+        return _adapted(_smollm2(config.policy, spec, suite), config)
+    if config.policy.source is PolicySource.HF:
+        return _adapted(_hf(config.policy, spec, suite), config)
     # Runs of any seed may share one warm start, so its first weights are its own.
     seed = config.seed if config.warm_start is None else config.warm_start.seed
     return _compact(config.policy, suite, jax.random.key(seed))
+
+
+def trained(decoder: Decoder, params: Any) -> tuple[Any, Any]:
+    """(frozen, trained) parts of the tree of weights: with LoRA the adapters are trained,
+    else all, and frozen is None."""
+    return lora.split(params) if decoder.config.lora else (None, params)
+
+
+def restored(parts: Parts, path: pathlib.Path) -> Any:
+    """All weights as a run's checkpoint has them. Raises CheckpointError."""
+    frozen, own = trained(parts.decoder, parts.params)
+    found = checkpoint.restore(path, {"train": {"params": own}}, partial=True)
+    check_frozen(frozen, found.host, path)
+    own = found.arrays["train"]["params"]
+    return own if frozen is None else lora.join(frozen, own)
+
+
+def check_frozen(frozen: Any, host: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Raises UserError where a checkpoint's adapters belong to other weights than these."""
+    if frozen is not None and host.get("frozen") != checkpoint.fingerprint(frozen):
+        raise UserError(f"{path}: its adapters were trained over other weights than "
+                        "policy.path now holds; bring back the model that the run began with")
 
 
 def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
@@ -58,7 +90,8 @@ def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
         vocab_size=chat.vocab_size, d_model=policy.d_model, n_layers=policy.n_layers,
         n_heads=policy.n_heads, n_kv_heads=policy.n_kv_heads,
         head_dim=policy.d_model // policy.n_heads, d_ff=policy.d_ff,
-        compute_dtype=policy.compute_dtype, remat=policy.remat, scan_unroll=policy.n_layers)
+        compute_dtype=policy.compute_dtype, remat=policy.remat, attention=policy.attention,
+        scan_unroll=policy.n_layers)
     params = copying(init_params(model, key), key)
     return Parts(suite, chat, Decoder(model), params | {"embed": spelled(params["embed"], chat)})
 
@@ -98,15 +131,45 @@ def copying(params: Any, key: jax.Array) -> Any:
 
 def _smollm2(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
     from rods_jax.models.gguf import load_gguf, smollm2_path
-    from rods_jax.text.hermes import HermesFormat
-    from rods_jax.text.shots import shots_of
     from rods_jax.text.tokenizer import tokenizer_from_gguf
     path = smollm2_path()
     model, params = load_gguf(path)
-    model = dataclasses.replace(model, compute_dtype=policy.compute_dtype, remat=policy.remat)
+    chat = _hermes(tokenizer_from_gguf(path), policy, spec)
+    return Parts(suite, chat, Decoder(_computed(model, policy)), params)
+
+
+def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
+    from rods_jax.models.hf.load import load
+    from rods_jax.text.chat import chat_format
+    from rods_jax.text.tokenizer import tokenizer_from_json
+    if policy.chat is Chat.HERMES:
+        chat = _hermes(tokenizer_from_json(policy.path), policy, spec)
+    else:
+        chat = chat_format(policy.path, wire=policy.wire, thinking=policy.thinking,
+                           system=policy.system)
+    # Frozen weights stay in the file's dtype, trained ones are float32 masters.
+    found, params = load(policy.path, dtype=None if policy.lora else "float32")
+    if chat.vocab_size > found.model.vocab_size:
+        raise UserError(f"{policy.path}: its tokenizer has {chat.vocab_size} tokens, its model "
+                        f"only {found.model.vocab_size}; they are not of one model")
+    return Parts(suite, chat, Decoder(_computed(found.model, policy)), params)
+
+
+def _computed(model: ModelConfig, policy: PolicyConfig) -> ModelConfig:
+    """A pretrained model, computed and adapted as the run asks."""
+    return dataclasses.replace(model, compute_dtype=policy.compute_dtype, remat=policy.remat,
+                               attention=policy.attention, lora=policy.lora)
+
+
+def _adapted(parts: Parts, config: RunConfig) -> Parts:
+    if config.policy.lora is None:
+        return parts
+    adapters = lora.init_adapters(parts.decoder.config, jax.random.key(config.seed))
+    return dataclasses.replace(parts, params=lora.join(parts.params, adapters))
+
+
+def _hermes(tokenizer: TextTokenizer, policy: PolicyConfig, spec: SuiteSpec) -> ChatFormat:
     # Examples may come from tasks that the run itself leaves out.
     whole = dataclasses.replace(spec, domains=())
     shots = shots_of(make_suite(whole).split("train")) if policy.shots else ()
-    chat = HermesFormat(tokenizer_from_gguf(path), policy.schemas, shots=shots,
-                        n_shots=policy.shots)
-    return Parts(suite, chat, Decoder(model), params)
+    return HermesFormat(tokenizer, policy.schemas, shots=shots, n_shots=policy.shots)

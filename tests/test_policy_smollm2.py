@@ -1,69 +1,37 @@
-"""The SmolLM2 config on real BFCL tasks, whole way, with a policy of a few hundred weights.
-
-Its vocabulary holds a whole call as one token, and its head favours that token and the stop
-token, so it does what the real model does now and then: it calls a tool, or says nothing.
-"""
+"""The SmolLM2 config on real BFCL tasks, whole way, with a policy of a few hundred weights."""
 
 import json
 import pathlib
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import tokenizers
+from policy_cases import biased_params, call, small_model, small_tokenizer
 
 from experiments import train as command
 from rods_jax import metrics
 from rods_jax.models import gguf
-from rods_jax.models.config import ModelConfig
-from rods_jax.models.decoder import init_params
 from rods_jax.text import tokenizer
 from rods_jax.text.hermes import signature
-from rods_jax.text.tokenizer import byte_level_tokenizer
 from rods_jax.tools import bfcl_sandbox
 from rods_jax.tools.bfcl import BFCLSuite
 from rods_jax.types import Source, Task
 
 CONFIG = pathlib.Path(__file__).resolve().parents[1] / "configs" / "bfcl_smollm2.py"
-GOOD = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
-BAD = '<tool_call>\n{"name": "cd", "arguments": {"folder": "nowhere"}}\n</tool_call>'
-MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", GOOD, BAD)
+GOOD, BAD = call("ls"), call("cd", folder="nowhere")
 
 
-def small_tokenizer():
-    """BPE pieces of the suite's own words, so that prompts are as short as the real ones."""
+def words():
     suite = BFCLSuite(domains=("GorillaFileSystem",))
-    words = [signature(spec) for spec in suite.tools(suite.domains)]
-    words += [turn.user for task in suite.split("train") for turn in task.turns]
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.train_from_iterator(words, tokenizers.trainers.BpeTrainer(
-        vocab_size=1000, show_progress=False,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
-    made = json.loads(model.to_str())["model"]
-    size = len(made["vocab"])
-    return byte_level_tokenizer(made["vocab"], list(map(tuple, made["merges"])),
-                                {mark: size + i for i, mark in enumerate(MARKS)})
+    return ([signature(spec) for spec in suite.tools(suite.domains)]
+            + [turn.user for task in suite.split("train") for turn in task.turns])
 
 
-TOKENIZER = small_tokenizer()
-MODEL = ModelConfig(vocab_size=TOKENIZER.vocab_size, d_model=8, n_layers=1, n_heads=1,
-                    n_kv_heads=1, head_dim=8, d_ff=8, tie_embeddings=False)
+TOKENIZER = small_tokenizer(words(), (GOOD, BAD))
+MODEL = small_model(TOKENIZER)
+LIKELY = {"<|im_end|>": 6.0, GOOD: 6.0, BAD: 5.0}
 SIZES = {"tasks.domains": ("GorillaFileSystem",), "tasks.seeds": 4, "tasks.held_in": 1,
          "tasks_per_step": 4, "group_size": 4, "sampler.slots": 16, "sampler.max_new": 4,
          "sampler.prompt_len": 1024, "sampler.max_len": 1280,
          "engine.max_steps": 2, "boundary.alpha_minus": 0.1, "synthesis.variants_per_seed": 2}
-
-
-def biased_params():
-    """Every embedding shares a direction, which the head reads as "call" or "stop"."""
-    params = init_params(MODEL, jax.random.key(0))
-    embed_VxD = 0.1 * params["embed"] / jnp.abs(params["embed"]).max()
-    head_DxV = np.zeros((MODEL.d_model, MODEL.vocab_size), np.float32)
-    for mark, logit in (("<|im_end|>", 6.0), (GOOD, 6.0), (BAD, 5.0)):
-        head_DxV[0, TOKENIZER.control[mark]] = logit
-    return params | {"embed": embed_VxD.at[:, 0].add(1.0), "head": jnp.asarray(head_DxV)}
 
 
 def trained(folder, **more):
@@ -71,7 +39,7 @@ def trained(folder, **more):
     called = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "smollm2_path", lambda: "tiny.gguf")
-        patch.setattr(gguf, "load_gguf", lambda path: (MODEL, biased_params()))
+        patch.setattr(gguf, "load_gguf", lambda path: (MODEL, biased_params(MODEL, TOKENIZER, LIKELY)))
         patch.setattr(tokenizer, "tokenizer_from_gguf", lambda path: TOKENIZER)
         call = bfcl_sandbox.Sandbox.call
         patch.setattr(bfcl_sandbox.Sandbox, "call",

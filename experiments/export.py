@@ -82,9 +82,11 @@ def export(config: RunConfig, args: argparse.Namespace, host: Any) -> dict[str, 
     if policy.source is PolicySource.HF:
         export_model(args.out, params, model, source=policy.path)
     else:
-        export_model(args.out, params, model, dtype=args.dtype)
-        path = smollm2_path()
-        write_tokenizer(args.out, parts.chat.tokenizer, *read_gguf(path, parts.chat.tokenizer))
+        tokenizer = parts.chat.tokenizer
+        template, special = read_gguf(smollm2_path(), tokenizer)
+        special = dataclasses.replace(special, stop_ids=parts.chat.stop_ids)
+        export_model(args.out, params, model, dtype=args.dtype, max_length=special.max_length,
+                     beside=lambda folder: write_tokenizer(folder, tokenizer, template, special))
     return {"parameters": count_params(params)}
 
 

@@ -137,7 +137,8 @@ def llama3_rope_divisors(
     With w the wavelength in tokens and r = original_length / w: frequencies with
     r > high_freq_factor stay, those with r < low_freq_factor are divided by `factor`, and
     between the two the frequency is a linear blend (weight s of the unscaled one,
-    s = (r - low) / (high - low)), so its divisor is 1 / (s + (1 - s) / factor).
+    s = (r - low) / (high - low)), so its divisor is 1 / (s + (1 - s) / factor), written so
+    that it is exactly 1 for s = 1 and exactly `factor` for s = 0.
     """
     if not low_freq_factor < high_freq_factor:
         raise ValueError(f"low_freq_factor {low_freq_factor} is not below high_freq_factor "
@@ -148,5 +149,5 @@ def llama3_rope_divisors(
         turns = original_length / wavelength
         keep = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
         keep = min(max(keep, 0.0), 1.0)
-        divisors.append(1.0 / (keep + (1.0 - keep) / factor))
+        divisors.append(factor / (keep * factor + (1.0 - keep)))
     return tuple(divisors)

@@ -9,6 +9,7 @@ models; `_half_rotation` puts them back. qwen2 and qwen3 files keep the order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -76,20 +77,44 @@ def smollm2_path() -> pathlib.Path:
 
 
 def _read(path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata values (token lists left out) and tensors by name."""
+    """Metadata values (those of the tokenizer left out) and tensors by name."""
     try:
         import gguf
     except ImportError:
         raise ValueError("reading a GGUF file needs the gguf package: "
                          "run `pip install gguf`") from None
+
+    broken = (ValueError, KeyError, IndexError, OverflowError, RecursionError)
+
+    class Reader(gguf.GGUFReader):
+        """Never reads past the end, and finds tensors one by one, so that errors name them."""
+
+        def _get(self, offset, dtype, count=1, *order, **orders):
+            found = super()._get(offset, dtype, count, *order, **orders)
+            if len(found) < count:
+                raise IndexError("the file ends within it")
+            return found
+
+        def _build_tensors(self, start_offs, fields):
+            for field in fields:
+                try:
+                    super()._build_tensors(start_offs, [field])
+                except broken as error:
+                    raise ValueError(f"tensor {field.name}: {error}") from None
+            super()._build_tensors(start_offs, fields)
+
     if not os.path.isfile(path):
         raise ValueError(f"{path} is not a file: check the path")
     try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OverflowError) as error:
-        raise ValueError(f"{path} is not a whole GGUF file ({error}): fetch it again") from None
-    fields = {key: field.contents() for key, field in reader.fields.items()
-              if not key.startswith("tokenizer.")}
+        reader = Reader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items()
+                  if not key.startswith("tokenizer.")}
+    except broken as error:
+        raise ValueError(f"{path} is cut off, damaged, or of a kind that gguf cannot read "
+                         f"({error}): fetch or convert it again") from None
+    if reader.byte_order != "I":
+        raise ValueError(f"{path} has its bytes in the other order than this machine: "
+                         "run `gguf-convert-endian` on it")
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
@@ -98,41 +123,57 @@ def _config(path, fields: Mapping, tensors: Mapping) -> tuple[ModelConfig, bool]
     if arch not in _REORDERED_QK:
         raise ValueError(f"{path} holds architecture {arch!r}, this decoder reads "
                          + ", ".join(_REORDERED_QK))
-
-    def get(key, *default):
-        value = fields.get(f"{arch}.{key}", *default)
-        if value is None:
-            raise ValueError(f"{path} lacks the metadata {arch}.{key}: convert it anew")
-        return value
-
+    get = functools.partial(_value, path, fields, arch)
+    whole, number = functools.partial(get, int), functools.partial(get, float)
     for name in ("token_embd.weight", "blk.0.attn_q.weight"):
         if name not in tensors:
             raise ValueError(f"{path} lacks the tensor {name}")
-    d_model, n_heads = get("embedding_length"), get("attention.head_count")
+    d_model, n_heads = whole("embedding_length"), whole("attention.head_count")
     # Stated sizes win over the division: they may be set apart from it.
-    head_dim = get("attention.key_length", get("rope.dimension_count", d_model // n_heads))
+    head_dim = whole("attention.key_length",
+                     whole("rope.dimension_count", d_model // max(n_heads, 1)))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if get(key, head_dim) != head_dim:
-            raise ValueError(f"{path} has {arch}.{key} {get(key)} beside head_dim {head_dim}: "
+        if whole(key, head_dim) != head_dim:
+            raise ValueError(f"{path} has {arch}.{key} {whole(key)} beside head_dim {head_dim}: "
                              "this decoder needs them equal")
-    config = ModelConfig(
+    shape = dict(
         vocab_size=int(tensors["token_embd.weight"].shape[-1]), d_model=d_model,
-        n_layers=get("block_count"), n_heads=n_heads,
-        n_kv_heads=get("attention.head_count_kv", n_heads), head_dim=head_dim,
-        d_ff=get("feed_forward_length"), rope_theta=float(get("rope.freq_base", 10000.0)),
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+        n_layers=whole("block_count"), n_heads=n_heads,
+        n_kv_heads=whole("attention.head_count_kv", n_heads), head_dim=head_dim,
+        d_ff=whole("feed_forward_length"), rope_theta=number("rope.freq_base", 10000.0),
+        norm_eps=number("attention.layer_norm_rms_epsilon"),
         tie_embeddings="output.weight" not in tensors,
         qkv_bias="blk.0.attn_q.bias" in tensors, qk_norm="blk.0.attn_q_norm.weight" in tensors,
         rope_divisors=_rope_divisors(path, get, tensors, head_dim))
+    try:
+        config = ModelConfig(**shape)
+    except ValueError as error:
+        raise ValueError(f"the metadata of {path} do not fit this decoder: {error}") from None
+    # Before anything is listed layer by layer: a damaged count may be any number.
+    if f"blk.{config.n_layers - 1}.attn_q.weight" not in tensors:
+        raise ValueError(f"{path} lacks the tensor blk.{config.n_layers - 1}.attn_q.weight")
     return config, _REORDERED_QK[arch]
+
+
+def _value(path, fields: Mapping, arch: str, kind: type, key: str, *default) -> Any:
+    """A metadata value, checked to be of a kind (int also for float); ValueError else."""
+    key = f"{arch}.{key}"
+    value = fields.get(key, *default)
+    if value is None:
+        raise ValueError(f"{path} lacks the metadata {key}: convert it anew")
+    allowed = (int, float) if kind is float else kind
+    if not isinstance(value, allowed) or isinstance(value, bool):
+        raise ValueError(f"{path} has {key} {value!r}, this decoder needs "
+                         f"{'a number' if kind is float else f'one {kind.__name__}'}")
+    return kind(value)
 
 
 def _rope_divisors(path, get, tensors, head_dim) -> tuple[float, ...]:
     """llama3 scaling comes as a tensor of divisors, linear scaling as one number."""
-    kind = get("rope.scaling.type", "none")
+    kind = get(str, "rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ValueError(f"{path} uses {kind} rope scaling, this decoder reads none and linear")
-    factor = float(get("rope.scaling.factor", 1.0)) if kind == "linear" else 1.0
+    factor = get(float, "rope.scaling.factor", 1.0) if kind == "linear" else 1.0
     if _ROPE_DIVISORS in tensors:
         stored = _dequantize(path, tensors[_ROPE_DIVISORS])
         return tuple(float(d) * factor for d in stored.reshape(-1))

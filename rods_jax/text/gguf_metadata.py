@@ -22,13 +22,15 @@ _VERSIONS = (2, 3)
 def read_metadata(path: str | os.PathLike) -> dict[str, Any]:
     """All pairs of the file. Raises ValueError where it is no whole GGUF file of version 2
     or 3; the tensors behind the pairs are not looked at."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is not a file: check the path")
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is not a GGUF file: check the path")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _pairs(data, path)
-            except (struct.error, UnicodeDecodeError, IndexError) as error:
+            except (struct.error, UnicodeDecodeError, IndexError, RecursionError) as error:
                 raise ValueError(f"{path} is cut off or damaged ({error}): "
                                  "fetch it again") from None
 

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 
 from rods_jax.models.config import PROJECTIONS, ModelConfig
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+# Tables that some checkpoints carry and every reader computes itself.
+_COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\."
+                       r"(inv_freq|cos_cached|sin_cached)")
 
 
 class Layout(enum.Enum):
@@ -23,6 +28,11 @@ class Layout(enum.Enum):
     TO_HEADS = "to_heads"  # [H * HD, D] -> [D, H, HD]
     FROM_HEADS = "from_heads"  # [D, H * HD] -> [H, HD, D]
     HEAD_BIAS = "head_bias"  # [H * HD] -> [H, HD]
+
+
+# Which axis of the file's shape is grouped by heads.
+_HEAD_AXIS = {Layout.TO_HEADS: 0, Layout.FROM_HEADS: 1, Layout.HEAD_BIAS: 0}
+_ORDER = {Layout.LINEAR: (1, 0), Layout.TO_HEADS: (2, 0, 1), Layout.FROM_HEADS: (1, 2, 0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +53,35 @@ class Slot:
 
     def name(self, layer: int) -> str:
         return self.tensor.format(layer=layer)
+
+    @property
+    def head_axis(self) -> int | None:
+        return _HEAD_AXIS.get(self.layout)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """`shape` with the axis that is grouped by heads written as two, [.., H, HD, ..]."""
+        axis = self.head_axis
+        if axis is None:
+            return self.shape
+        width = self.shape[axis] // self.heads
+        return (*self.shape[:axis], self.heads, width, *self.shape[axis + 1:])
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Axes of `split` in the order of the parameter's:
+        parameter == tensor.reshape(split).transpose(order)."""
+        return _ORDER.get(self.layout, tuple(range(len(self.split))))
+
+    @property
+    def inverse(self) -> tuple[int, ...]:
+        """The way back: tensor == parameter.transpose(inverse).reshape(shape)."""
+        return tuple(self.order.index(axis) for axis in range(len(self.order)))
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Of one layer."""
+        return tuple(self.split[axis] for axis in self.order)
 
 
 def slots(config: ModelConfig) -> tuple[Slot, ...]:
@@ -77,3 +116,19 @@ def slots(config: ModelConfig) -> tuple[Slot, ...]:
         layer("q_norm", "self_attn.q_norm.weight", (hd,), Layout.SAME)
         layer("k_norm", "self_attn.k_norm.weight", (hd,), Layout.SAME)
     return tuple(found)
+
+
+def places(config: ModelConfig) -> dict[str, tuple[Slot, int]]:
+    """(slot, layer) of every tensor by its name in the file, in the order that a forward
+    pass uses them."""
+    every = slots(config)
+    embed, *after = (slot for slot in every if not slot.stacked)
+    stacked = [slot for slot in every if slot.stacked]
+    order = [(embed, 0), *((slot, layer) for layer in range(config.n_layers) for slot in stacked),
+             *((slot, 0) for slot in after)]
+    return {slot.name(layer): (slot, layer) for slot, layer in order}
+
+
+def is_computed(tensor: str) -> bool:
+    """Whether a tensor of this name may lie in a file although no parameter comes of it."""
+    return _COMPUTED.fullmatch(tensor) is not None

@@ -2,13 +2,16 @@
 
 import builtins
 import json
+import re
 
 import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from rods_jax.text.gguf_metadata import read_metadata
+from rods_jax.text.specials import read_specials
 from rods_jax.text.tokenizer import (
     byte_level_tokenizer, byte_tokenizer, tokenizer_from_gguf, tokenizer_from_json)
 
@@ -111,25 +114,132 @@ def test_metadata_matches_the_gguf_package(tmp_path):
         read_metadata(path)
 
 
-def test_hugging_face_file_loses_its_added_tokens_to_control(tmp_path):
-    state = json.loads(BYTES.plain.to_str())
-    state["added_tokens"] = [
-        {"id": 300 + i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-         "normalized": False, "special": special}
-        for i, (name, special) in enumerate([("<|im_end|>", True), ("<tool_call>", False)])]
+# ------------------------------------------------------------------------------ Hugging Face
+
+
+def added(token, i, special=True, **flags):
+    return {"id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False,
+            "normalized": False, "special": special} | flags
+
+
+def tokenizer_state(**changes):
+    """A tokenizer.json with SmolLM2's layout: control tokens are vocabulary entries too."""
+    tokens, merges = vocabulary()
+    vocab = {token: i for i, token in enumerate(tokens)}
+    plain = byte_level_tokenizer(vocab, [tuple(m.split(" ")) for m in merges], {}).plain
+    state = json.loads(plain.to_str())
+    state["added_tokens"] = [added(token, i) for token, i in CONTROL.items()]
+    state["added_tokens"].append(added("<tool_call>", 300, special=False))
     state["post_processor"] = {
         "type": "TemplateProcessing", "pair": [], "special_tokens": {
-            "<|im_end|>": {"id": "<|im_end|>", "ids": [300], "tokens": ["<|im_end|>"]}},
+            "<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
         "single": [{"SpecialToken": {"id": "<|im_end|>", "type_id": 0}},
                    {"Sequence": {"id": "A", "type_id": 0}}]}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(state))
-    tokenizer = tokenizer_from_json(path)
-    assert tokenizer.control == {"<|im_end|>": 300, "<tool_call>": 301}
-    assert tokenizer.vocab_size == 302
-    text = "hi <tool_call><|im_end|>"
-    assert tokenizer.encode(text) == list(text.encode())  # nothing added, nothing matched
-    assert tokenizer.decode([104, 301, 300]) == "h<tool_call><|im_end|>"
+    state["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0,
+                           "direction": "Right"}
+    model = state["model"] | changes.pop("model", {})
+    return state | {"model": model} | changes
+
+
+def write_json(folder, **files):
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return folder
+
+
+def test_hugging_face_file_loses_its_added_tokens_to_control(tmp_path):
+    write_json(tmp_path, tokenizer=tokenizer_state())
+    tokens, _ = vocabulary()
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = tokenizer_from_json(path)
+        assert tokenizer.control == {**CONTROL, "<tool_call>": 300}
+        assert tokenizer.vocab_size == 301
+        # Nothing added, nothing matched, nothing cut off.
+        spell = [tokens[i] for i in tokenizer.encode("hi hi<|im_end|>")]
+        assert spell == ["h", "i", "Ġhi", *"<|im_end|>"]
+        assert tokenizer.decode([tokens.index("Ġh"), 300, 2]) == " h<tool_call><|im_end|>"
+        # Bytes without a piece do not vanish.
+        assert tokenizer.decode(tokenizer.encode("x\x04y\U00040000z")) == "x?y?z"
+
+
+def test_ids_of_whole_texts_are_those_of_the_file(tmp_path):
+    """Control tokens by id and the text between them on its own give what the package gives
+    for the whole text."""
+    state = tokenizer_state(post_processor=None, truncation=None)
+    whole = Tokenizer.from_str(json.dumps(state))
+    tokenizer = tokenizer_from_json(write_json(tmp_path, tokenizer=state))
+    text = "hi 12<|im_start|> hi\n<tool_call>é hi hi<|im_end|>"
+    parts = re.split(r"(<\|?\w+\|?>)", text)
+    ids = [i for part in parts for i in (
+        [tokenizer.control[part]] if part in tokenizer.control else tokenizer.encode(part))]
+    known = whole.encode(text, add_special_tokens=False).ids
+    assert ids == [tokenizer.control["<tool_call>"] if whole.id_to_token(i) == "<tool_call>" else i
+                   for i in known]
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"model": {"type": "Unigram"}}, "type Unigram: only byte-level BPE"),
+    ({"model": {"merges": None}}, "lacks the vocabulary or merges"),
+    ({"model": {"dropout": 0.1}}, "at random"),
+    ({"model": {"merges": [["z", "nope"]]}}, "is no tokenizer .*nope"),
+    ({"decoder": None, "pre_tokenizer": None}, "BPE that is not byte-level"),
+    ({"normalizer": {"type": "Lowercase"}}, "gives 'A b.* back as 'a b"),
+    ({"added_tokens": [added("<pad>", 5, lstrip=True)]}, "'<pad>' is lstrip"),
+    ({"added_tokens": [added("<pad>", 5, rstrip=True)]}, "'<pad>' is rstrip"),
+    ({"added_tokens": [added("pad", 5, single_word=True)]}, "'pad' is single_word"),
+    ({"added_tokens": [added("  ", 5, special=False)]}, "'  ' is plain white space"),
+    ({"added_tokens": [added("Ġhi", 5)]}, "'Ġhi' is also what plain text is made into"),
+    ({"added_tokens": [added("a", 70)]}, r"lacks \['a'\]"),
+    ({"added_tokens": [added("①", 5, normalized=True)], "normalizer": {"type": "NFKC"}},
+     "'①' is looked for in changed text"),
+])
+def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path, changes, reason):
+    tokenizer_from_json(write_json(tmp_path, tokenizer=tokenizer_state()))
+    with pytest.raises(ValueError, match=f"tokenizer.json.*{reason}") as caught:
+        tokenizer_from_json(write_json(tmp_path, tokenizer=tokenizer_state(**changes)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_none_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json cannot be read"):
+        tokenizer_from_json(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="tokenizer.json is not JSON"):
+        tokenizer_from_json(tmp_path)
+    write_json(tmp_path, tokenizer={})
+    with pytest.raises(ValueError, match="of type None"):
+        tokenizer_from_json(tmp_path)
+    config = {"added_tokens_decoder": {"2": {"content": "<|im_end|>"}, "9": {"content": "<new>"}}}
+    write_json(tmp_path, tokenizer=tokenizer_state(), tokenizer_config=config)
+    with pytest.raises(ValueError, match="no added token '<new>' with id 9"):
+        tokenizer_from_json(tmp_path)
+
+
+def test_end_tokens_come_from_the_first_file_that_names_them(tmp_path):
+    tokenizer = tokenizer_from_json(write_json(tmp_path, tokenizer=tokenizer_state()))
+
+    def read():
+        specials = read_specials(tmp_path, tokenizer)
+        return specials.stop_ids, specials.pad_id
+
+    with pytest.raises(ValueError, match="names no end token"):
+        read()
+    write_json(tmp_path, config={"eos_token_id": 0})
+    assert read() == ((0,), 0)
+    write_json(tmp_path, tokenizer_config={"eos_token": {"content": "<|im_end|>"}})
+    assert read() == ((2,), 2)
+    write_json(tmp_path, generation_config={"eos_token_id": [1, 2, 1], "pad_token_id": 0})
+    assert read() == ((1, 2), 0)
+    write_json(tmp_path, generation_config={"eos_token_id": 0}, tokenizer_config={
+        "eos_token": "<|im_end|>", "pad_token": "<|im_start|>", "unk_token": "a"})
+    assert read() == ((0,), 1)
+    for wrong in (77, [0, 77], "a", True, -1):
+        write_json(tmp_path, generation_config={"eos_token_id": wrong})
+        with pytest.raises(ValueError, match="generation_config.json: eos_token_id .* no added"):
+            read()
+    write_json(tmp_path, tokenizer_config={"eos_token": "</s>"})
+    with pytest.raises(ValueError, match="tokenizer_config.json: eos_token '</s>' is no added"):
+        read()
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch):

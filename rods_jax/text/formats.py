@@ -15,8 +15,9 @@ from rods_jax.types import ParsedStep, Task, ToolCall, ToolResult, ToolSpec
 
 
 class Dialogue(Protocol):
-    """The codec of one rollout. It may hold state (names met so far), so the rollouts of a
-    group each take a clone after the shared prompt was made."""
+    """The codec of one rollout. It may hold state (names met so far, how the last message
+    ended), so the rollouts of a group each take a clone after the shared prompt was made, and
+    every message goes through `parse` or `step` before what follows it is asked for."""
 
     def clone(self) -> Dialogue: ...
 

@@ -12,15 +12,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rods_jax.text.gguf_metadata import read_metadata
+from rods_jax.text.json_file import read_object, read_optional
 
 # What a GGUF file says of each token (its own numbering).
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4
 # Pre-tokenizers of GGUF files that are built here: digits apart, then GPT-2's byte level.
 _GGUF_PRE = ("smollm",)
+_SAMPLE = 'A b  c, 12345:\n\n\t{"d-e": [1.5]} '  # text that every tokenizer must give back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +77,7 @@ def byte_level_tokenizer(
         tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
     ])
     plain.decoder = tokenizers.decoders.ByteLevel()
-    no_piece = frozenset(b for b, c in enumerate(_byte_spelling()) if c not in vocab)
-    lost = [chr(b) for b in (9, 10, *range(32, 127)) if b in no_piece]
-    if lost:
-        raise ValueError(f"the vocabulary lacks {lost[:8]}: is it byte-level BPE?")
+    no_piece = _no_piece(vocab, "the vocabulary")
     size = 1 + max([*vocab.values(), *control.values()])
     return TextTokenizer(plain, dict(control), size, no_piece)
 
@@ -111,17 +111,102 @@ def tokenizer_from_gguf(path: str | os.PathLike) -> TextTokenizer:
 
 
 def tokenizer_from_json(path: str | os.PathLike) -> TextTokenizer:
-    """From a Hugging Face tokenizer.json. All its added tokens become control tokens, also
-    those it does not call special, such as Qwen2.5's <tool_call>."""
+    """From a Hugging Face tokenizer.json, or the folder it lies in. All its added tokens become
+    control tokens, also those it does not call special, such as Qwen2.5's <tool_call>.
+
+    Raises ValueError, one line, for another kind than byte-level BPE, and for added tokens that
+    are more than a spelling and an id: they would give other ids here than elsewhere."""
     tokenizers = _tokenizers()
-    with open(path, encoding="utf-8") as file:
-        state = json.load(file)
-    control = {token["content"]: token["id"] for token in state.get("added_tokens", ())}
+    path = pathlib.Path(path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    state = read_object(path)
+    model = state.get("model")
+    _check_kind(model, path)
+    control = _added_tokens(state, path)
+    _check_listed(control, path)
+    made = {"".join(merge) if isinstance(merge, list) else str(merge).replace(" ", "", 1)
+            for merge in model["merges"]}
+    for token in control:
+        if token in made:
+            raise ValueError(f"{path}: added token {token!r} is also what plain text is made "
+                             "into: no text could spell it without being it")
     # No added tokens: nothing to match in text. No post-processor: nothing to add around it.
-    plain = tokenizers.Tokenizer.from_str(
-        json.dumps({**state, "added_tokens": [], "post_processor": None}))
-    size = 1 + max([*plain.get_vocab().values(), *control.values()])
-    return TextTokenizer(plain, control, size)
+    # No vocabulary entry either: no text can become a control token.
+    vocab = {piece: i for piece, i in model["vocab"].items() if piece not in control}
+    try:
+        plain = tokenizers.Tokenizer.from_str(json.dumps({
+            **state, "added_tokens": [], "post_processor": None, "truncation": None,
+            "padding": None, "model": {**model, "vocab": vocab, "unk_token": None}}))
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is no tokenizer ({reason}): fetch it again") from None
+    _check_text(plain, state, path)
+    size = 1 + max([*vocab.values(), *control.values()])
+    return TextTokenizer(plain, control, size, _no_piece(vocab, f"{path}: the vocabulary"))
+
+
+def _check_kind(model: Any, path: pathlib.Path) -> None:
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    if kind != "BPE":
+        raise ValueError(f"{path} has a tokenizer of type {kind}: only byte-level BPE is read, "
+                         "as Qwen, Llama 3 and SmolLM2 have it")
+    if not isinstance(model.get("vocab"), dict) or not isinstance(model.get("merges"), list):
+        raise ValueError(f"{path} lacks the vocabulary or merges of its model: fetch it again")
+    if model.get("dropout"):
+        raise ValueError(f"{path} drops merges at random: set model.dropout to null")
+
+
+def _added_tokens(state: Mapping[str, Any], path: pathlib.Path) -> dict[str, int]:
+    control = {}
+    for token in state.get("added_tokens") or ():
+        name, odd = token["content"], [flag for flag in ("lstrip", "rstrip", "single_word")
+                                       if token.get(flag)]
+        if odd:
+            raise ValueError(f"{path}: added token {name!r} is {odd[0]}, so it depends on the "
+                             "text beside it: set that to false, or take another model")
+        if not name.strip():
+            raise ValueError(f"{path}: added token {name!r} is plain white space and would have "
+                             "to be found in all text: take another model")
+        control[name] = token["id"]
+    return control
+
+
+def _check_listed(control: Mapping[str, int], path: pathlib.Path) -> None:
+    """tokenizer_config.json may list added tokens too, and transformers adds what is new."""
+    listed = read_optional(path.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
+    for i, token in listed.items():
+        name = token.get("content") if isinstance(token, dict) else token
+        if control.get(name) != int(i):
+            raise ValueError(f"{path} has no added token {name!r} with id {i}, which "
+                             "tokenizer_config.json lists: take both from one model")
+
+
+def _check_text(plain: Any, state: Mapping[str, Any], path: pathlib.Path) -> None:
+    """That text comes back as it was, and that names of added tokens are left as they are."""
+    if "ByteLevel" not in json.dumps([state.get("decoder"), state.get("pre_tokenizer")]):
+        raise ValueError(f"{path} has BPE that is not byte-level: only byte-level BPE is read, "
+                         "as Qwen, Llama 3 and SmolLM2 have it")
+    back = plain.decode(plain.encode(_SAMPLE, add_special_tokens=False).ids,
+                        skip_special_tokens=False)
+    if back != _SAMPLE:
+        raise ValueError(f"{path} gives {_SAMPLE!r} back as {back!r}: take a tokenizer that "
+                         "changes no text")
+    for token in state.get("added_tokens") or ():
+        name = token["content"]
+        if token.get("normalized") and plain.normalizer is not None \
+                and plain.normalizer.normalize_str(name) != name:
+            raise ValueError(f"{path}: added token {name!r} is looked for in changed text: set "
+                             "its normalized to false")
+
+
+def _no_piece(vocab: Mapping[str, int], whose: str) -> frozenset[int]:
+    """The byte values that the vocabulary cannot spell. Raises ValueError if one of them is a
+    plain ASCII character."""
+    no_piece = frozenset(b for b, c in enumerate(_byte_spelling()) if c not in vocab)
+    lost = [chr(b) for b in (9, 10, *range(32, 127)) if b in no_piece]
+    if lost:
+        raise ValueError(f"{whose} lacks {lost[:8]}: is it byte-level BPE?")
+    return no_piece
 
 
 def _byte_spelling() -> list[str]:

@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import numpy as np
 
+from rods_jax.models import lora
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.types import Author, EndReason, Trajectory
@@ -34,9 +35,16 @@ def random_trajectory(rng, uid="t", sample=0, longest=14, end=EndReason.DONE):
 
 
 @cache
-def tiny_decoder(vocab_size=VOCAB, n_kv_heads=1):
+def tiny_decoder(vocab_size=VOCAB, n_kv_heads=1, adapted=None):
+    """A decoder and weights for it, which are the same with and without adapters."""
     config = ModelConfig(vocab_size, d_model=8, n_layers=1, n_heads=2, n_kv_heads=n_kv_heads,
-                         head_dim=4, d_ff=16)
+                         head_dim=4, d_ff=16, lora=adapted)
+    if adapted is not None:
+        plain, layers = tiny_decoder(vocab_size, n_kv_heads)[1], {}
+        rng = np.random.default_rng(4)
+        for name, shape in lora.shapes(config).items():
+            layers[name] = jax.numpy.asarray(rng.normal(0, 0.3, (1, *shape)).astype(np.float32))
+        return Decoder(config), lora.join(plain, {"layers": layers})
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     rng = np.random.default_rng(3)
     # Drawn by numpy: compiling the draws takes longer than the tests.

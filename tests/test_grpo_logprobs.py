@@ -1,14 +1,24 @@
 """Chunked log-probs against the plain full-logits formula, values and gradients."""
 
 import math
-from functools import cache
+import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from rods_jax.grpo.advantage import AdvantageConfig
+from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import permute_columns, predicted_mask, token_logprobs
+from rods_jax.grpo.loss import LossConfig
+from rods_jax.grpo.supervised import make_supervised
+from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
+from rods_jax.models.attention import Segments
+from rods_jax.models.config import ModelConfig
+from rods_jax.models.decoder import Decoder, init_params
 
 
 def plain(w, hidden, tokens, temperature):
@@ -29,34 +39,156 @@ def inputs(rows, length, width, vocab, seed=0, share=0.4):
             jnp.asarray(rng.integers(0, vocab, (rows, length)), jnp.int32), jnp.asarray(mask))
 
 
-@pytest.mark.parametrize("length,chunk,share", [(12, 5, 0.4), (7, 100, 1.0)])
-def test_chunked_equals_plain(length, chunk, share):
-    w, hidden, tokens, mask = inputs(3, length, 6, 11, share=share)
+@pytest.mark.parametrize("rows, length, vocab, chunk, share", [
+    (3, 12, 11, 5, 0.4), (3, 7, 11, 100, 1.0), (2, 64, 512, 16, 0.6), (2, 6, 11, 2, 0.0)])
+def test_chunked_equals_plain(rows, length, vocab, chunk, share):
+    w, hidden, tokens, mask = inputs(rows, length, 6, vocab, share=share)
 
     def total(f):
         def g(w, hidden):
-            logp, entropy = f(w, hidden)
-            scale = jnp.arange(1.0, length + 1)
-            return (jnp.where(mask, logp + 0.3 * entropy, 0) * scale).sum()
-        return jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(w, hidden)
-    got = total(lambda w, h: token_logprobs(lambda x: x @ w, h, tokens, mask, 0.7, chunk))
-    want = total(lambda w, h: plain(w, h, tokens, 0.7))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), got, want)
+            logp, entropy = (jnp.where(mask, x, 0) for x in f(w, hidden))
+            scale = jnp.cos(jnp.arange(length))  # of either sign, about 1
+            return ((logp + 0.3 * entropy) * scale).sum(), (logp, entropy)
+        return jax.jit(jax.value_and_grad(g, argnums=(0, 1), has_aux=True),
+                       compiler_options=QUICK)(w, hidden)
+    (_, got), got_grads = total(
+        lambda w, h: token_logprobs(lambda x: x @ w, h, tokens, mask, 0.7, chunk))
+    (_, want), want_grads = total(lambda w, h: plain(w, h, tokens, 0.7))
+    assert bool(share) == all(np.abs(g).max() > 0.1 for g in want_grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+                 (got, got_grads), (want, want_grads))
 
 
-def test_no_full_logits_in_the_compiled_text():
-    w, hidden, tokens, mask = inputs(2, 64, 8, 512)
+# ---------------------------------------------------------------- in a decoder
 
-    def text(f):
-        g = jax.grad(lambda w, h: jnp.where(mask, f(w, h)[0], 0).sum(), argnums=(0, 1))
-        return jax.jit(g).lower(w, hidden).compile().as_text()
-    chunked = text(lambda w, h: token_logprobs(lambda x: x @ w, h, tokens, mask, 1.0, 16))
-    full = text(lambda w, h: plain(w, h, tokens, 1.0))
-    # 64 x 512 in any grouping of its axes, with or without the rows in front.
-    for shape in ("[2,64,512]", "[128,512]", "[2,4,16,512]", "[4,2,16,512]", "[2,63,512]",
-                  "[126,512]", "[4,32,512]", "[64,2,512]"):
-        assert "f32" + shape not in chunked
-    assert "f32[2,63,512]" in full or "f32[2,64,512]" in full or "f32[128,512]" in full
+# Small beside R x L x V, but for the vocabulary.
+ROWS, LENGTH, VOCAB, CHUNK = 2, 64, 512, 16
+
+
+def decoder_of(**fields):
+    config = ModelConfig(VOCAB, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8,
+                         d_ff=32, **fields)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    rng = np.random.default_rng(3)
+    return Decoder(config), jax.tree.map(
+        lambda x: rng.normal(0.3, 0.4, x.shape).astype(np.float32), shapes)
+
+
+POSITIONS = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+ONES = np.ones((ROWS, LENGTH), np.int32)
+
+
+def by_chunks(decoder, params, tokens, mask):
+    return micro_logprobs(decoder, params, tokens, POSITIONS, ONES, mask, 1.0, CHUNK, True)
+
+
+def all_at_once(decoder, params, tokens, mask):
+    variables = {"params": params}
+    hidden, _ = decoder.apply(variables, tokens, POSITIONS, Segments(ONES))
+    logits = decoder.apply(variables, hidden, method="logits")
+    scores = plain(jnp.eye(VOCAB), logits, tokens, 1.0)
+    return [jnp.where(mask, x, 0) for x in scores]
+
+
+QUICK = {"xla_backend_optimization_level": 0}  # for what is compiled to be run once
+
+
+def program(score, decoder, options=None):
+    """Compiled: log-probs, entropies, and the gradient of a mean over both by the weights."""
+    def f(params, tokens, mask):
+        logp, entropy = score(decoder, params, tokens, mask)
+        return (logp + 0.3 * entropy).sum() / mask.sum(), (logp, entropy)
+    shape = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    params = jax.eval_shape(lambda: init_params(decoder.config, jax.random.key(0)))
+    return jax.jit(jax.value_and_grad(f, has_aux=True), compiler_options=options).lower(
+        params, shape, jax.ShapeDtypeStruct((ROWS, LENGTH), bool)).compile()
+
+
+def largest_array(text):
+    """Numbers in the largest array of a compiled program, of any dtype and layout."""
+    return max(math.prod(map(int, dims.split(",")))
+               for dims in re.findall(r"\b[a-z]+[0-9]*\[([0-9,]+)\]", text))
+
+
+@pytest.mark.parametrize("tied, dtype", [(True, "float32"), (False, "float32"),
+                                         (True, "bfloat16")])
+def test_in_a_decoder_chunks_equal_plain_and_hold_one_chunk_of_logits(tied, dtype):
+    decoder, params = decoder_of(tie_embeddings=tied, compute_dtype=dtype)
+    _, _, tokens, mask = inputs(ROWS, LENGTH, 1, VOCAB)
+    chunked, full = program(by_chunks, decoder), program(all_at_once, decoder, QUICK)
+    # Rules out R x L x V, and a head's gradient or weights once for each chunk.
+    assert largest_array(chunked.as_text()) <= ROWS * CHUNK * VOCAB
+    assert largest_array(full.as_text()) >= ROWS * (LENGTH - 1) * VOCAB
+    ((_, got), got_grads), ((_, want), want_grads) = (
+        run(params, tokens, mask) for run in (chunked, full))
+    near = partial(np.testing.assert_allclose, atol=1e-5 if dtype == "float32" else 2e-2)
+    jax.tree.map(near, got, want)
+    # In bfloat16 every chunk rounds its part of a weight's gradient.
+    jax.tree.map(lambda a, b: near(a / np.abs(b).max(), b / np.abs(b).max()),
+                 got_grads, want_grads)
+
+
+def batch_shapes():
+    ids = jax.ShapeDtypeStruct((2, ROWS, LENGTH), jnp.int32)
+    group = lambda dtype: jax.ShapeDtypeStruct((2, 2), dtype)  # noqa: E731
+    like = lambda dtype: jax.ShapeDtypeStruct(ids.shape, dtype)  # noqa: E731
+    return PackedBatch(
+        tokens_MxRxL=ids, positions_MxRxL=ids, segments_MxRxL=ids, traj_MxRxL=ids,
+        sampled_MxRxL=like(bool), logprobs_MxRxL=like(jnp.float32),
+        rewards_TxG=group(jnp.float32), valid_TxG=group(bool), truncated_TxG=group(bool),
+        n_micro=jax.ShapeDtypeStruct((), jnp.int32))
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_whole_step_holds_one_chunk_of_logits(supervised):
+    decoder, _ = decoder_of()
+    optimizer = optax.sgd(0.1)
+    step = make_supervised(decoder, optimizer, CHUNK) if supervised else make_update(
+        decoder, UpdateConfig(loss=LossConfig(kl_coef=0.1, entropy_coef=0.1), logit_chunk=CHUNK,
+                              advantage=AdvantageConfig(dead_keep_kl=True)), optimizer)
+    state = jax.eval_shape(lambda: init_state(
+        init_params(decoder.config, jax.random.key(0)), optimizer, keep_reference=True))
+    text = jax.jit(step).lower(state, batch_shapes()).compile().as_text()
+    assert VOCAB * 16 < largest_array(text) <= ROWS * CHUNK * VOCAB
+
+
+# ---------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("counts, chunks", [
+    ((0, 0), 0), ((1, 0), 1), ((4, 3), 1), ((2, 5), 2), ((15, 15), 4)])
+def test_the_head_runs_over_as_many_chunks_as_the_fullest_row_needs(counts, chunks):
+    """Wherever in the rows of 16 the scored tokens are: once forward, once backward."""
+    w, hidden, tokens, _ = inputs(2, 16, 4, 7)
+    mask = np.zeros((2, 16), bool)
+    for row, count in zip(mask, counts):
+        row[np.random.default_rng(count).choice(np.arange(1, 16), count, replace=False)] = True
+    runs = []
+
+    def head(w, x):
+        jax.debug.callback(lambda: runs.append(x.shape))
+        return x @ w
+
+    def total(w, hidden, mask):
+        return token_logprobs(partial(head, w), hidden, tokens, mask, 1.0, 4)[0].sum()
+    jax.jit(total, compiler_options=QUICK)(w, hidden, mask)
+    jax.effects_barrier()
+    assert runs == [(2, 4, 4)] * chunks
+    jax.jit(jax.grad(total, argnums=(0, 1)), compiler_options=QUICK)(w, hidden, mask)
+    jax.effects_barrier()
+    assert runs == [(2, 4, 4)] * 3 * chunks
+
+
+def test_weights_without_a_gradient_cost_none():
+    """Forward a product; backward that product again, the hidden states' gradient, and only
+    where they are trained the weights' gradient."""
+    w, hidden, tokens, mask = inputs(2, 6, 4, 7)
+
+    def total(w, hidden):
+        return token_logprobs(lambda x: x @ w, hidden, tokens, mask, 1.0, 2)[0].sum()
+    count = lambda argnums: str(jax.make_jaxpr(  # noqa: E731
+        jax.grad(total, argnums=argnums))(w, hidden)).count("dot_general")
+    assert (count((0, 1)), count(1)) == (4, 3)
 
 
 @cache

@@ -1,9 +1,11 @@
 """Log-probs and entropies of given tokens, without ever holding all logits.
 
 Position i predicts the token at i + 1 of the same segment. The rows' predicting positions
-are brought to the front, then the head runs over chunks of columns under remat: a chunk in
-which no row predicts anything is not computed, and [R, L, V] never exists, neither forward
-nor backward.
+are brought to the front, then a loop runs the head over chunks of columns, as many as hold
+anything: [R, L, V] never exists, neither forward nor backward, and what predicts nothing
+costs no logits. The backward pass is written out, for what a generic one keeps of every
+chunk includes the head's weights, once a chunk. It runs the head again and adds the gradient
+of the weights up in the loop.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 
 def predicted_mask(sampled: jax.Array, segments: jax.Array) -> jax.Array:
@@ -43,40 +46,90 @@ def token_logprobs(
 
     order_RxL = jnp.argsort(~wanted_RxL, axis=1, stable=True)
     inverse_RxL = jnp.argsort(order_RxL, axis=1)
-
-    def chunked(x):  # [R, L, ...] -> [n_chunks, R, chunk, ...]
-        x = jnp.pad(x, ((0, 0), (0, n_chunks * chunk - length)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(rows, n_chunks, chunk, *x.shape[2:]), 1, 0)
-
     take = partial(jnp.take_along_axis, axis=1)
-    xs = (chunked(permute_columns(hidden_RxLxD, order_RxL, inverse_RxL)),
-          chunked(take(target_RxL, order_RxL)), chunked(take(wanted_RxL, order_RxL)))
 
-    @jax.checkpoint
-    def score(hidden, target, wanted):
+    def filled(x):  # to whole chunks
+        return jnp.pad(x, ((0, 0), (0, n_chunks * chunk - length)) + ((0, 0),) * (x.ndim - 2))
+
+    hidden = filled(permute_columns(hidden_RxLxD, order_RxL, inverse_RxL))
+    head, weights = jax.closure_convert(head, hidden[:, :chunk])
+
+    def score(weights, hidden, target, wanted):
         hidden = jnp.where(wanted[..., None], hidden, 0)  # what padding holds stays out
-        logits = head(hidden) / temperature
-        log_z = jax.nn.logsumexp(logits, axis=-1)
-        logp = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0] - log_z
+        logits = head(hidden, *weights) / temperature
+        log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        logp = jnp.take_along_axis(log_p, target[..., None], axis=-1)[..., 0]
         if not entropy_gradient:
-            logits, log_z = jax.lax.stop_gradient((logits, log_z))
-        entropy = log_z - (jnp.exp(logits - log_z[..., None]) * logits).sum(-1)
+            log_p = jax.lax.stop_gradient(log_p)
+        entropy = -(jnp.exp(log_p) * log_p).sum(-1)
         return jnp.where(wanted, logp, 0.0), jnp.where(wanted, entropy, 0.0)
 
-    def nothing(hidden, target, wanted):
-        zeros = jnp.zeros(wanted.shape, jnp.float32)
-        return zeros, zeros
+    n_used = -(-wanted_RxL.sum(axis=1).max() // chunk)
+    scores = _by_chunks(score, chunk, weights, hidden, filled(take(target_RxL, order_RxL)),
+                        filled(take(wanted_RxL, order_RxL)), n_used)
 
-    def step(carry, x):
-        return carry, jax.lax.cond(x[2].any(), score, nothing, *x)
-
-    _, scores = jax.lax.scan(step, None, xs)
-
-    def restored(y):  # [n_chunks, R, chunk] -> [R, L], column i scores token i again
-        y = take(jnp.moveaxis(y, 0, 1).reshape(rows, -1)[:, :length], inverse_RxL)
-        return jnp.roll(y, 1, axis=1)
+    def restored(y):  # column i scores token i again
+        return jnp.roll(take(y[:, :length], inverse_RxL), 1, axis=1)
 
     return restored(scores[0]), restored(scores[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _by_chunks(score, chunk: int, weights, hidden_RxLxD, target_RxL, wanted_RxL, n_used):
+    """score(weights, hidden, target, wanted) -> two of [R, chunk], over the first n_used
+    chunks of columns; 0 beyond them."""
+    def step(i, out):
+        part = score(weights, *_columns((hidden_RxLxD, target_RxL, wanted_RxL), i, chunk))
+        return _with_columns(out, part, i, chunk)
+
+    zeros = jnp.zeros(wanted_RxL.shape, jnp.float32)
+    return jax.lax.fori_loop(0, n_used, step, (zeros, zeros))
+
+
+def _by_chunks_forward(score, chunk: int, weights, *rest):
+    values = [x.value for x in rest]
+    out = _by_chunks(score, chunk, [w.value for w in weights], *values)
+    return out, ([w.value for w in weights], [w.perturbed for w in weights], values)
+
+
+def _by_chunks_backward(score, chunk: int, saved, grads):
+    weights, trained, (hidden_RxLxD, target_RxL, wanted_RxL, n_used) = saved
+    grads = tuple(jnp.zeros(g.aval.shape, g.aval.dtype) if isinstance(g, SymbolicZero) else g
+                  for g in grads)
+    # Frozen weights get no gradient: it would cost as much as that of all hidden states.
+    pick = lambda tree: [x for x, t in zip(tree, trained) if t]  # noqa: E731
+
+    def step(i, total):
+        hidden, target, wanted, *grad = _columns(
+            (hidden_RxLxD, target_RxL, wanted_RxL, *grads), i, chunk)
+
+        def again(some, hidden):
+            some = iter(some)
+            whole = [next(some) if t else w for w, t in zip(weights, trained)]
+            return score(whole, hidden, target, wanted)
+
+        d_weights, d_hidden = jax.vjp(again, pick(weights), hidden)[1](tuple(grad))
+        return (jax.tree.map(jnp.add, total[0], d_weights),
+                _with_columns(total[1], d_hidden, i, chunk))
+
+    zeros = jax.tree.map(jnp.zeros_like, (pick(weights), hidden_RxLxD))
+    d_weights, d_hidden = jax.lax.fori_loop(0, n_used, step, zeros)
+    d_weights = iter(d_weights)
+    return [next(d_weights) if t else None for t in trained], d_hidden, None, None, None
+
+
+_by_chunks.defvjp(_by_chunks_forward, _by_chunks_backward, symbolic_zeros=True)
+
+
+def _columns(arrays, i, chunk: int):
+    """Chunk number i of the columns of each array."""
+    return tuple(jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=1) for x in arrays)
+
+
+def _with_columns(arrays, parts, i, chunk: int):
+    """The arrays with chunk number i replaced."""
+    return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(
+        x, part, i * chunk, axis=1), arrays, parts)
 
 
 @jax.custom_vjp

@@ -37,8 +37,9 @@ def shard_update(update: Callable, mesh: Mesh, state: TrainState, shape: BatchSh
                  rules: ShardingRules = ShardingRules(), donate: bool = True) -> Callable:
     """jax.jit of an update, or of a supervised step, with explicit shardings.
 
-    state: the state or its shapes (`jax.eval_shape`); only its structure is used. Moments
-    and the reference policy lie as the parameters do, counters and metrics are replicated.
+    state: the state or its shapes (`jax.eval_shape`); only its structure is used. Moments,
+    the reference policy and frozen weights lie as the parameters do, counters and metrics are
+    replicated.
     Place the first state with `jax.device_put(state, param_shardings(state, mesh, rules))`.
     donate: the old state's buffers are reused.
     """

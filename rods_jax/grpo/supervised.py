@@ -17,7 +17,7 @@ import optax
 from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask
 from rods_jax.grpo.update import (
-    TrainState, accumulate, apply_gradients, check_batch, micro_logprobs)
+    TrainState, accumulate, apply_gradients, check_batch, micro_logprobs, policy_params)
 from rods_jax.models.decoder import Decoder
 
 
@@ -48,8 +48,9 @@ def make_supervised(decoder: Decoder, optimizer: optax.GradientTransformation,
         def micro_loss(params, i):
             row = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
             logp, entropy = micro_logprobs(
-                decoder, params, row(batch.tokens_MxRxL), row(batch.positions_MxRxL),
-                row(batch.segments_MxRxL), row(mask_MxRxL), 1.0, logit_chunk, False)
+                decoder, policy_params(state, params), row(batch.tokens_MxRxL),
+                row(batch.positions_MxRxL), row(batch.segments_MxRxL), row(mask_MxRxL),
+                1.0, logit_chunk, False)
             loss = -logp.sum() * scale
             return loss, (loss, entropy.sum() * scale)
 

@@ -29,27 +29,31 @@ from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask, token_logprobs
 from rods_jax.grpo.loss import LossConfig, token_terms, token_weights
 from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimizer
+from rods_jax.models import lora
 from rods_jax.models.attention import Segments
 from rods_jax.models.decoder import Decoder
 
 __all__ = [
     "OptimizerConfig", "OptimizerKind", "TrainState", "UpdateConfig", "UpdateMetrics",
     "accumulate", "apply_gradients", "init_state", "make_optimizer", "make_update",
-    "micro_logprobs",
+    "micro_logprobs", "policy_params",
 ]
 
-Params = Any  # tree of float32 arrays
+Params = Any  # tree of arrays; those that are trained are float32
 
 
 @flax.struct.dataclass
 class TrainState:
-    """params: tree of float32. opt_state: optax's. step: int32 scalar, updates seen.
-    ref_params: the reference policy, None where there is no KL term."""
+    """params: what is trained, a tree of float32: all weights, or with `frozen` the adapters
+    alone. opt_state: optax's, over params. step: int32 scalar, updates seen. ref_params: the
+    reference policy in the form of params, None where there is no KL term. frozen: weights
+    that stay as they are, of any dtype, None where all are trained; see `policy_params`."""
 
     params: Params
     opt_state: optax.OptState
     step: jax.Array
     ref_params: Params | None = None
+    frozen: Params | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +113,28 @@ class UpdateMetrics:
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation,
-               keep_reference: bool = False) -> TrainState:
+               keep_reference: bool = False, frozen: Params | None = None) -> TrainState:
     """State before the first update. keep_reference: these params, copied, are the reference
-    policy (a copy, so that the state can be donated)."""
+    policy (a copy, so that the state can be donated); over `frozen` weights that is a copy of
+    the adapters. frozen: not copied, so a donated state takes the caller's buffers along.
+    To train adapters alone: `frozen, params = lora.split(...)`."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
     return TrainState(params=params, opt_state=optimizer.init(params),
-                      step=jnp.zeros((), jnp.int32), ref_params=reference)
+                      step=jnp.zeros((), jnp.int32), ref_params=reference, frozen=frozen)
+
+
+def policy_params(state: TrainState, params: Params | None = None) -> Params:
+    """All weights of the policy, for a decoder: `params` (those being trained, or the
+    reference's; default state.params) joined to the frozen ones. No array is copied."""
+    params = state.params if params is None else params
+    return params if state.frozen is None else lora.join(state.frozen, params)
 
 
 def micro_logprobs(decoder: Decoder, params: Params, tokens_RxL, positions_RxL, segments_RxL,
                    mask_RxL, temperature: float, chunk: int, entropy_gradient: bool):
-    """Log-probs and entropies float32 [R, L] of one micro-batch, 0 where mask is False."""
+    """Log-probs and entropies float32 [R, L] of one micro-batch, 0 where mask is False.
+    params: all weights. ValueError where their adapters are not what decoder.config says."""
+    lora.check(params, decoder.config)
     variables = {"params": params}
     hidden_RxLxD, _ = decoder.apply(
         variables, tokens_RxL, positions_RxL, Segments(segments_RxL))
@@ -191,10 +206,12 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
                 micro_logprobs, decoder, tokens_RxL=row(batch.tokens_MxRxL),
                 positions_RxL=row(batch.positions_MxRxL), segments_RxL=row(batch.segments_MxRxL),
                 mask_RxL=mask, temperature=config.temperature, chunk=config.logit_chunk)
-            logp, entropy = score(params, entropy_gradient=config.loss.entropy_coef > 0)
+            logp, entropy = score(policy_params(state, params),
+                                  entropy_gradient=config.loss.entropy_coef > 0)
             ref_logp = None
             if use_kl:
-                ref_logp = jax.lax.stop_gradient(score(state.ref_params, entropy_gradient=False)[0])
+                reference = policy_params(state, state.ref_params)
+                ref_logp = jax.lax.stop_gradient(score(reference, entropy_gradient=False)[0])
             terms = token_terms(logp, row(batch.logprobs_MxRxL), row(advantage_MxRxL), mask,
                                 entropy, ref_logp, config.loss)
             weight = row(weight_MxRxL)

@@ -17,10 +17,13 @@ Parameters (float32), as `init_params` returns them; layers are stacked on axis 
     layers/q_norm, k_norm  [Lyr, HD]       (qk_norm)
     final_norm             [D]
     head                   [D, V]          (untied)
+
+and with config.lora the adapters of models/lora.py. Frozen weights may be of another dtype.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -29,9 +32,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rods_jax.models.attention import Segments, attend, causal_mask, segment_mask
-from rods_jax.models.config import ModelConfig, Remat
-
+from rods_jax.models.attention import (
+    KERNEL_OUTPUT, Segments, attend, attend_segments, causal_mask, choose, segment_mask)
+from rods_jax.models import lora
+from rods_jax.models.config import Attention, ModelConfig, Remat
 
 
 @flax.struct.dataclass
@@ -145,9 +149,25 @@ class Layer(nn.Module):
         if c.qk_norm:
             self.q_norm = self.param("q_norm", ones, (hd,))
             self.k_norm = self.param("k_norm", ones, (hd,))
+        self.adapters = {name: self.param(name, lora.initializer(name), shape)
+                         for name, shape in lora.shapes(c).items()}
+
+    def _linear(self, name: str, x):
+        """x times the weight `name`, and what its adapter adds."""
+        n_in = lora.input_axes(name)
+        y = _project(x, getattr(self, name), n_in)
+        if name + lora.A not in self.adapters:
+            return y
+        low = _project(x, self.adapters[name + lora.A], n_in) * self.config.lora.scale
+        b = self.adapters[name + lora.B].astype(x.dtype)
+        # A batch axis, of size 1, makes this no matmul that Remat.DOTS keeps: what it keeps of
+        # an adapter is `low`, rank numbers a token, not as much as of the weight again.
+        more = jnp.einsum("bnr,bro->bno", low.reshape(1, -1, low.shape[-1]),
+                          b.reshape(1, b.shape[0], -1))
+        return y + more.reshape(y.shape)
 
     def _qkv(self, x, cos, sin):
-        q, k, v = (_project(x, w) for w in (self.q, self.k, self.v))
+        q, k, v = (self._linear(name, x) for name in ("q", "k", "v"))
         if self.config.qkv_bias:
             q, k, v = (y + bias.astype(y.dtype) for y, bias in
                        ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
@@ -157,14 +177,35 @@ class Layer(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
 
     def __call__(self, x_BxCxD, memory_kv, cos, sin, self_mask, memory_masks):
-        """memory_kv: this layer's (k, v) of each memory. Returns (x, the chunk's (k, v))."""
+        """memory_kv: this layer's (k, v) of each memory. self_mask: bool, or Segments for a
+        kernel. Returns (x, the chunk's (k, v))."""
         eps = self.config.norm_eps
         q, k, v = self._qkv(rms_norm(x_BxCxD, self.attn_norm, eps), cos, sin)
-        sources = [(mk, mv, mask) for (mk, mv), mask in zip(memory_kv, memory_masks)]
-        x = x_BxCxD + _project(attend(q, [*sources, (k, v, self_mask)]), self.o, n_in=2)
+        if isinstance(self_mask, Segments):
+            kind = choose(self.config, q.shape[1], self.activations)
+            seen = attend_segments(q, k, v, self_mask, kind, self.activations)
+        else:
+            sources = [(mk, mv, mask) for (mk, mv), mask in zip(memory_kv, memory_masks)]
+            seen = attend(q, [*sources, (k, v, self_mask)])
+        x = x_BxCxD + self._linear("o", seen)
         y = rms_norm(x, self.mlp_norm, eps)
-        y = nn.silu(_project(y, self.gate)) * _project(y, self.up)
-        return _pin(x + _project(y, self.down), self.activations), (k, v)
+        y = nn.silu(self._linear("gate", y)) * self._linear("up", y)
+        return _pin(x + self._linear("down", y), self.activations), (k, v)
+
+
+def _remat(config: ModelConfig):
+    """Layer, computed again in the backward pass as far as config.remat says."""
+    if config.remat is Remat.NONE:
+        return Layer
+    policies = jax.checkpoint_policies
+    # An attention kernel is no matmul, but to run it again costs as much as several.
+    dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable,
+                                            policies.save_only_these_names(KERNEL_OUTPUT))
+    # Between the loops of the two passes nothing can be merged. Outside of loops, where
+    # unrolling puts layers, the compiler would find the second computation equal to the
+    # first, and keep that one's results.
+    return nn.remat(Layer, prevent_cse=config.scan_unroll > 1,
+                    policy=dots if config.remat is Remat.DOTS else None)
 
 
 class Decoder(nn.Module):
@@ -183,7 +224,7 @@ class Decoder(nn.Module):
         self.final_norm = self.param("final_norm", nn.initializers.ones, (c.d_model,))
         if not c.tie_embeddings:
             self.head = self.param("head", _fan_in(0), (c.d_model, c.vocab_size))
-        layer = nn.remat(Layer, prevent_cse=False) if c.remat is not Remat.NONE else Layer
+        layer = _remat(c)
         self.layers = nn.scan(
             layer, variable_axes={"params": 0}, split_rngs={"params": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
@@ -194,13 +235,16 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, and the chunk's K/V.
 
         tokens_BxC, positions_BxC: int32. self_mask: which keys of the chunk its queries see,
-        as Segments or as bool [B, C, C] (or [1, C, C]). memories: tuple of Memory, all of whose valid
-        entries every query sees.
+        as Segments or as bool [B, C, C] (or [1, C, C]); kernels take Segments without
+        memories (config.attention), all else is XLA's. memories: tuple of Memory, all of
+        whose valid entries every query sees.
         Returns hidden_BxCxD in compute_dtype and (k, v), each [Lyr, B, KV, C, HD] in
         compute_dtype, k after rope.
         """
         x = self._lookup(tokens_BxC)
-        if isinstance(self_mask, Segments):
+        if isinstance(self_mask, Segments) and (
+                memories or choose(self.config, tokens_BxC.shape[1], self.activations)
+                is Attention.XLA):
             self_mask = segment_mask(self_mask.ids_BxC)
         cos, sin = rope_tables(positions_BxC, self.config)
         x, kv = self.layers(
@@ -229,10 +273,14 @@ class Decoder(nn.Module):
 
 @functools.partial(jax.jit, static_argnums=0)
 def init_params(config: ModelConfig, key: jax.Array) -> dict:
-    """Fresh float32 parameters (the tree above). To make a large model in place on a mesh,
-    jit a call of this with out_shardings."""
+    """Fresh float32 parameters (the tree above); the weights are the same with and without
+    adapters. To make a large model in place on a mesh, jit a call of this with out_shardings."""
     one = jnp.zeros((1, 1), jnp.int32)
-    return Decoder(config).init(key, one, one, causal_mask(1))["params"]
+    plain = Decoder(dataclasses.replace(config, lora=None))
+    params = plain.init(key, one, one, causal_mask(1))["params"]
+    if config.lora is None:
+        return params
+    return lora.join(params, lora.init_adapters(config, jax.random.fold_in(key, 1)))
 
 
 def count_params(params) -> int:

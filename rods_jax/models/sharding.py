@@ -15,6 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from rods_jax.models import lora
+from rods_jax.models.config import PROJECTIONS
+
 MESH_AXES = ("data", "fsdp", "tensor")
 
 MeshAxes = str | tuple[str, ...] | None  # None: replicated
@@ -34,6 +37,7 @@ class ShardingRules:
     kv_heads: MeshAxes = "tensor"
     head_dim: MeshAxes = None
     mlp: MeshAxes = "tensor"
+    lora: MeshAxes = None  # the rank of adapters
     replicate_uneven: bool = False
 
 
@@ -54,11 +58,19 @@ _LAYER_AXES = {
     "down": ("mlp", "embed"),
 }
 
+# An adapter's A takes what its weight takes, its B gives what its weight gives.
+_ADAPTER_AXES = {
+    name + end: axes
+    for name, n_in in ((name, lora.input_axes(name)) for name in PROJECTIONS.values())
+    for end, axes in ((lora.A, (*_LAYER_AXES[name][:n_in], "lora")),
+                      (lora.B, ("lora", *_LAYER_AXES[name][n_in:])))}
+
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
     "final_norm": ("norm",),
     "head": ("embed", "vocab"),
-    **{f"layers/{name}": ("layers", *axes) for name, axes in _LAYER_AXES.items()},
+    **{f"layers/{name}": ("layers", *axes)
+       for name, axes in (_LAYER_AXES | _ADAPTER_AXES).items()},
 }
 
 

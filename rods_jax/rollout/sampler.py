@@ -25,7 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rods_jax.models.attention import causal_mask
+from rods_jax.models.attention import Segments, causal_mask
 from rods_jax.models.decoder import Decoder, Memory, append, by_layer
 
 
@@ -108,9 +108,9 @@ def make_prefill(decoder: Decoder, config: SamplerConfig):
         chex.assert_shape(tokens_TxP, (T, P))
         chex.assert_shape(group_B, (config.slots,))
         positions_TxP = jnp.broadcast_to(jnp.arange(P), (T, P))
-        mask_TxPxP = jnp.broadcast_to(causal_mask(P), (T, P, P))
+        prompt_TxP = Segments((positions_TxP < length_T[:, None]).astype(jnp.int32))
         hidden_TxPxD, (k, v) = decoder.apply(
-            {"params": params}, tokens_TxP, positions_TxP, mask_TxPxP)
+            {"params": params}, tokens_TxP, positions_TxP, prompt_TxP)
         last_TxD = hidden_TxPxD[jnp.arange(T), length_T - 1]
 
         take_B = jnp.maximum(group_B, 0)

@@ -2,12 +2,13 @@
 
 By hand, for it needs the TPU compiler and takes minutes:
 
-    pip install libtpu==0.0.42.1
-    JAX_PLATFORMS=cpu python tests/aot_tpu_attention.py [--length 4096] [--mesh 2 2 2]
+    pip install libtpu==0.0.42.1  # for jax 0.10.2; `pip install jax[tpu]` names its own
+    PYTHONPATH=. JAX_PLATFORMS=cpu python tests/aot_tpu_attention.py [--length 4096]
 
 One JSON line for each model and kind of attention: which kernels the compiled text calls, and
 bytes on a device by the real compiler's account: `temp` is what lives between arguments and
-results, `all` everything at once.
+results, `all` everything at once. A kernel is called three times, forward and for the
+gradients of queries and of keys and values, and once more where remat `layer` repeats it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import os
 import re
 
-# The compiler must not look for a machine to be on.
+# The compiler must not look for the machine it is on.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import jax
@@ -28,9 +29,9 @@ from jax.experimental import topologies
 from rods_jax.models.attention import Segments
 from rods_jax.models.config import Attention, ModelConfig, Remat
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.models.sharding import batch_sharding, make_mesh, param_shardings, ShardingRules
+from rods_jax.models.sharding import ShardingRules, batch_sharding, make_mesh, param_shardings
 
-# The layers of real models, two of them, with a small vocabulary: the head is not the question.
+# Two layers of real models. A small vocabulary, for the head is not the question.
 LAYERS = {
     "qwen2.5-0.5b": ModelConfig(512, 896, 2, 14, 2, 64, 4864, qkv_bias=True),
     "llama3.2-1b": ModelConfig(512, 2048, 2, 32, 8, 64, 8192),

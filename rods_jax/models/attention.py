@@ -3,14 +3,14 @@ kernels that compute a chunk's attention to itself without its scores.
 
     XLA     any device, dtype, length. Memory [B, H, C, C].
     SPLASH  jax's Pallas kernel for TPUs. No array of C x C numbers.
-    CUDNN   jax.nn.dot_product_attention on NVIDIA GPUs. jax offers it packed rows only through
-            a mask, which it turns into a bias of [B, 1, C, C] 16-bit numbers, and in releases
-            before 0.12 the backward pass makes a gradient of that shape as well: a share of
-            about 1 / H of what XLA keeps.
+    CUDNN   jax.nn.dot_product_attention on NVIDIA GPUs. It takes packed rows only through a
+            mask, which becomes a bias of [B, 1, C, C] 16-bit numbers; in older releases of jax
+            (0.10) the backward pass makes a gradient of that shape too. Together that is about
+            1 / H of XLA's scores.
 
-Splash is compared with `attend` in interpret mode and compiled for real TPUs ahead of time
-(tests/aot_tpu_attention.py). The arguments given to cuDNN are compared through the XLA
-implementation of the same function; its kernel itself has not been run by our tests.
+What is proven: splash equals `attend` in interpret mode and compiles for real TPUs
+(tests/aot_tpu_attention.py). The arguments given to cuDNN equal `attend` through the XLA
+implementation of the same function; the cuDNN kernel itself no test of ours has run.
 
 Dim letters: B rows, C queries of the chunk, S keys, H heads, KV key/value heads, Q = H / KV,
 HD head width.

@@ -7,13 +7,10 @@ decoder keeps [in, r] and [r, out], heads as axes of their own and the layers st
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +23,7 @@ from rods_jax.models import lora
 from rods_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from rods_jax.models.hf.files import DTYPES, write_weights
 from rods_jax.models.hf.names import Slot, slots
+from rods_jax.models.hf.publish import check_target, published
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -60,17 +58,14 @@ def save_adapter(folder: str | os.PathLike, params: Mapping[str, Any], config: M
     config do not fit; OSError where the disk is full or refuses.
     """
     target = pathlib.Path(folder).absolute()
-    if target.is_dir() and any(target.iterdir()):
-        raise ValueError(f"{target} is not empty: name a new folder or empty this one")
-    if not target.is_dir() and (target.exists() or target.is_symlink()):
-        raise ValueError(f"{target} exists and is not a folder: name a new folder")
+    check_target(target)
     if config.lora is None:
         raise ValueError("the model's config has no lora: there is no adapter to save")
     lora.check(params, config)
     tensors = {name: tensor for slot in _adapted(config)
                for name, tensor in _to_file(slot, params["layers"])}
     if jax.process_index() == 0:
-        with _published(target) as draft:
+        with published(target) as draft:
             write_weights(draft / WEIGHTS, tensors)
             settings = json.dumps(_settings(config.lora, base), indent=2) + "\n"
             (draft / CONFIG).write_text(settings, encoding="utf-8")
@@ -290,32 +285,3 @@ def _take(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...],
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
-
-
-# ---------------------------------------------------------------- the folder
-
-
-@contextlib.contextmanager
-def _published(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to fill; at the end it is flushed to disk and renamed to `target`. Whatever
-    goes wrong, nothing of it stays."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    hidden = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        draft = hidden / target.name
-        draft.mkdir()  # mkdtemp's own is closed to other users
-        yield draft
-        for path in (*draft.iterdir(), draft):
-            _flush(path)
-        draft.rename(target)
-        _flush(target.parent)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _flush(path: pathlib.Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

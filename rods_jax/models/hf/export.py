@@ -13,8 +13,7 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from rods_jax.models.hf.files import (DTYPES, INDEX, WEIGHTS, Weights, open_weig
 from rods_jax.models.hf.load import file_sharding, on_devices
 from rods_jax.models.hf.match import check_same_model, check_tensors
 from rods_jax.models.hf.names import EMBED, HEAD, Slot, places, slots
+from rods_jax.models.hf.publish import check_target, published
 from rods_jax.models.sharding import replicated
 
 # What goes from the source folder into the export as it is.
@@ -71,7 +71,7 @@ def export(folder: str | os.PathLike, params: Mapping[str, Any], model: ModelCon
     folder, .NAME.*, beside the place.
     """
     target = pathlib.Path(folder).absolute()
-    _check_target(target)
+    check_target(target)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}: give a positive number")
     leaves = _leaves(params, model)
@@ -84,23 +84,14 @@ def export(folder: str | os.PathLike, params: Mapping[str, Any], model: ModelCon
             files = _carried(pathlib.Path(source), weights, model, family)
             tensors = _tensors_of_source(leaves, model, weights)
         _multiprocess_barrier("hf_export_begin")
-        draft = stack.enter_context(_beside(target)) if jax.process_index() == 0 else None
+        draft = stack.enter_context(published(target)) if jax.process_index() == 0 else None
         _write_shards(draft, _shards(tensors, max_shard_bytes))
         if draft is not None:
             for name, content in files.items():
                 _write_file(draft / name, content)
             if beside is not None:
                 beside(draft)
-            _publish(draft, target)
     _multiprocess_barrier("hf_export_end")
-
-
-def _check_target(target: pathlib.Path) -> None:
-    if target.is_dir():
-        if any(target.iterdir()):
-            raise ValueError(f"{target} is not empty: name a new folder or empty this one")
-    elif target.exists() or target.is_symlink():
-        raise ValueError(f"{target} exists and is not a folder: name a new folder")
 
 
 def _leaves(params: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -242,43 +233,6 @@ def _write_file(path: pathlib.Path, content: bytes | pathlib.Path) -> None:
         path.write_bytes(content)
     else:
         shutil.copyfile(content, path)
-
-
-@contextlib.contextmanager
-def _beside(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """An empty folder next to `target`, on the same disk, gone afterwards with all that is
-    left in it; parents of `target` that had to be made go too unless `target` is there."""
-    made = [p for p in target.parents if not p.exists()]
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        hidden = pathlib.Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            (hidden / target.name).mkdir()  # mkdtemp's own is closed to other users
-            yield hidden / target.name
-        finally:
-            shutil.rmtree(hidden, ignore_errors=True)
-    finally:
-        if not target.exists():
-            for parent in made:
-                with contextlib.suppress(OSError):  # someone else's by now
-                    parent.rmdir()
-
-
-def _publish(draft: pathlib.Path, target: pathlib.Path) -> None:
-    """Flushes to disk, then renames; a target that is an empty folder is replaced."""
-    for parent, _, names in os.walk(draft):
-        for path in [os.path.join(parent, name) for name in names] + [parent]:
-            _flush(path)
-    draft.rename(target)
-    _flush(target.parent)
-
-
-def _flush(path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _multiprocess_barrier(name: str) -> None:

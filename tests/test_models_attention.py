@@ -3,10 +3,6 @@ backward pass."""
 
 import dataclasses
 import functools
-import os
-import pathlib
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from eight_devices import run_on_eight_devices
 from rods_jax.models import attention
 from rods_jax.models.attention import (
     Segments, attend, attend_segments, causal_mask, choose, cudnn, segment_mask, splash)
@@ -24,7 +21,6 @@ from rods_jax.models.sharding import batch_sharding, make_mesh
 TOY = ModelConfig(vocab_size=20, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
                   d_ff=24)
 LENGTH = 128  # the least that splash takes
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 def draw(seed, *shape):
@@ -82,11 +78,7 @@ def test_kernels_equal_attend_on_packed_rows(kernel, heads, kv, length):
 
 def test_kernels_on_a_mesh_equal_attend():
     """In a process of its own, with eight devices: the device count is fixed when jax starts."""
-    done = subprocess.run(
-        [sys.executable, __file__], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "--xla_force_host_platform_device_count=8"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_on_eight_devices(__file__, optimize=True)
     assert done.stdout.split() == [f"{k}-{h}-{kv}" for k, h, kv, _ in ON_MESH]
 
 

@@ -9,8 +9,6 @@ import pathlib
 import re
 import resource
 import stat
-import subprocess
-import sys
 import tempfile
 import weakref
 
@@ -22,6 +20,7 @@ import pytest
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from eight_devices import run_on_eight_devices
 from hf_cases import CONFIGS, DTYPES, assert_same_bits, make_tensors, write
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.config import LoraConfig, ModelConfig
@@ -379,13 +378,7 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path, monkeypatch):
 
 
 def test_eight_devices_write_what_one_does():
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, __file__], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-                          "--xla_backend_optimization_level=0"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_on_eight_devices(__file__)
     assert done.stdout.split() == list(ON_MESHES)
 
 

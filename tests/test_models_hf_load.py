@@ -2,12 +2,10 @@
 
 import functools
 import json
-import os
 import pathlib
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -21,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import hf_cases
+from eight_devices import run_on_eight_devices
 from hf_cases import CONFIGS, DTYPES, assert_same_bits, expected_params, make_tensors, write
 from rods_jax.models.decoder import init_params
 from rods_jax.models.hf.config import Family
@@ -350,13 +349,7 @@ def test_the_host_holds_less_than_one_shard(tmp_path, monkeypatch, dtype):
 
 
 def test_eight_devices_hold_what_one_does():
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, __file__], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-                          "--xla_backend_optimization_level=0"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_on_eight_devices(__file__)
     assert done.stdout.split() == [*ON_MESHES, "deep"]
 
 

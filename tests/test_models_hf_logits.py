@@ -7,16 +7,14 @@ this file)."""
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
 
+from eight_devices import run_on_eight_devices
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.config import Attention
 from rods_jax.models.decoder import Decoder
@@ -154,13 +152,7 @@ def test_head_dim_by_division_does_not_load(name, tmp_path):
 
 
 def test_eight_devices_compute_what_transformers_does():
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, __file__], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-                          "--xla_backend_optimization_level=0"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_on_eight_devices(__file__)
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:2] for line in lines] == [[c, m] for c in MESH_CASES for m in ON_MESHES]
     assert all(float(line[2]) < TOLERANCE for line in lines), lines

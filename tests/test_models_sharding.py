@@ -1,16 +1,12 @@
 """Rules in this process; numbers on 8 devices in a process of its own (run this file)."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from eight_devices import run_on_eight_devices
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.decoder import Decoder, init_params
@@ -93,13 +89,7 @@ def test_a_mesh_needs_as_many_devices_as_its_axes_say():
 
 
 def test_eight_devices_compute_what_one_does():
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, __file__], cwd=root, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu",
-             "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
-                          "--xla_backend_optimization_level=0"})
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = run_on_eight_devices(__file__)
     assert done.stdout.split() == list(MESHES)
     assert "rematerialization" not in done.stderr, done.stderr[-2000:]
 

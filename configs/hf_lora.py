@@ -8,9 +8,10 @@ Needs:    pip install safetensors tokenizers jinja2
 Then:     python -m experiments.export --config configs/hf_lora.py --set policy.path=FOLDER \
               --checkpoint runs/hf_lora --out FOLDER2
 
-The policy speaks its own chat template. Its weights stay in the file's dtype; adapters on all
-seven projections are float32 and all that is trained, so that the optimizer and a checkpoint
-hold 2 % of the model.
+The policy speaks its own chat template. One that thinks before it answers (Qwen3) needs room
+for it: --set sampler.max_new=1024 and more, or --set policy.thinking=off. Its weights stay in
+the file's dtype; adapters on all seven projections are float32 and all that is trained, so
+that the optimizer and a checkpoint hold a few per cent of the model.
 """
 
 from ml_collections import ConfigDict

@@ -68,13 +68,13 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
     from rods_jax.evaluate import evaluate_ways  # after the platform is settled
     from rods_jax.policy import build, restored, split
     from rods_jax.rollout.engine import Engine
-    from rods_jax.train import check_config
-    check_config(path, host, config, ("policy",))
+    from rods_jax.train import FREE_OF_WEIGHTS, check_config
+    check_config(path, host, config, ("policy",), FREE_OF_WEIGHTS)
     parts = build(config)
     counts = {"train": config.tasks.seeds, "held_in": config.tasks.held_in,
               "new_structures": max(1, config.tasks.held_in // 2)}
     tasks = split(parts.suite, split_name, counts[split_name])
-    params = restored(parts, path)
+    params = restored(parts, config.policy, path)
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
     engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
     try:

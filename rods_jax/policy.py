@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,11 @@ from rods_jax.text.tokenizer import TextTokenizer
 from rods_jax.tools.env import Suite
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import Task
+
+
+# Files of a model's folder that decide how it is spoken to.
+_SPEECH = ("tokenizer.json", "tokenizer_config.json", "generation_config.json",
+           "chat_template.*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +70,48 @@ def trained(decoder: Decoder, params: Any) -> tuple[Any, Any]:
     return lora.split(params) if decoder.config.lora else (None, params)
 
 
-def restored(parts: Parts, path: pathlib.Path) -> Any:
-    """All weights as a run's checkpoint has them. Raises CheckpointError."""
+def restored(parts: Parts, policy: PolicyConfig, path: pathlib.Path) -> Any:
+    """All weights as a run's checkpoint has them. Raises CheckpointError, and UserError where
+    the run's model is not the one that `policy` names."""
     frozen, own = trained(parts.decoder, parts.params)
+    check_model(policy, parts.decoder.config, frozen, checkpoint.read_host(path)[1], path)
     found = checkpoint.restore(path, {"train": {"params": own}}, partial=True)
-    check_frozen(frozen, found.host, path)
     own = found.arrays["train"]["params"]
     return own if frozen is None else lora.join(frozen, own)
 
 
-def check_frozen(frozen: Any, host: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Raises UserError where a checkpoint's adapters belong to other weights than these."""
+def model_files(policy: PolicyConfig) -> dict[str, str]:
+    """A checksum of each file at policy.path that decides what ids a text has and when a
+    message ends. Empty for a policy of another source."""
+    if not policy.path:
+        return {}
+    found = (path for name in _SPEECH for path in pathlib.Path(policy.path).glob(name))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            for path in sorted(found)}
+
+
+def model_shape(model: ModelConfig) -> dict[str, Any]:
+    """Of a model's config what decides its numbers, as JSON; how they are computed is left
+    out."""
+    how = ("compute_dtype", "remat", "attention", "scan_unroll", "lora")
+    return {name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(model).items() if name not in how}
+
+
+def check_model(policy: PolicyConfig, model: ModelConfig, frozen: Any,
+                host: Mapping[str, Any], path: pathlib.Path) -> None:
+    """Raises UserError where a checkpoint was trained with another tokenizer, template or
+    config.json than policy.path now holds, or over other frozen weights."""
+    now, then = model_files(policy), host.get("model_files", {})
+    for name in sorted(now.keys() | then.keys()):
+        if now.get(name) != then.get(name):
+            raise UserError(f"{pathlib.Path(policy.path) / name}: is not what it was when "
+                            f"{path} was trained; bring back the model that the run began with")
+    for name, value in host.get("model", {}).items():
+        if value != model_shape(model)[name]:
+            raise UserError(f"{path}: was trained with a model whose {name} is {value}, now it is "
+                            f"{model_shape(model)[name]}; bring back the one that the run began "
+                            "with")
     if frozen is not None and host.get("frozen") != checkpoint.fingerprint(frozen):
         raise UserError(f"{path}: its adapters were trained over other weights than "
                         "policy.path now holds; bring back the model that the run began with")

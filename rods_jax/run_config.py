@@ -70,6 +70,16 @@ class TasksConfig:
                          self.split_seed)
 
 
+_TEMPLATE, _HERMES = ("wire", "thinking", "system"), ("schemas", "shots")
+# Fields of how a policy is spoken to that nothing reads, by source and, of an HF policy, chat.
+_WITHOUT_EFFECT = {
+    (PolicySource.COMPACT, None): ("chat", *_TEMPLATE, *_HERMES),
+    (PolicySource.SMOLLM2, None): ("chat", *_TEMPLATE),
+    (PolicySource.HF, Chat.MODEL): _HERMES,
+    (PolicySource.HF, Chat.HERMES): _TEMPLATE,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class PolicyConfig:
     """The sizes are those of a COMPACT policy, the others bring their own. `slots` entity
@@ -112,6 +122,13 @@ class PolicyConfig:
         if self.lora and self.source is PolicySource.COMPACT:
             raise ValueError("lora needs weights that were trained before, source is compact: "
                              "leave lora out")
+        spoken = self.chat if self.source is PolicySource.HF else None
+        for field in dataclasses.fields(self):
+            if field.name in _WITHOUT_EFFECT[self.source, spoken] \
+                    and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} has no effect with source {self.source.value}"
+                                 + (f" and chat {spoken.value}" if spoken else "")
+                                 + ": leave it out")
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model {self.d_model} does not split over {self.n_heads} heads: "
                              "make it a multiple of n_heads")

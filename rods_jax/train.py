@@ -28,7 +28,7 @@ from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update, policy_params
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
-from rods_jax.policy import build, check_frozen, split, trained
+from rods_jax.policy import build, check_model, model_files, model_shape, split, trained
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.loop import Synthesizer
@@ -41,8 +41,12 @@ from rods_jax.warm_start import warm_start
 
 ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
 SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
-# Fields that decide nothing a step computes, so a resumed run may change them.
-FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "workers")
+# Fields that decide nothing a step computes, so a resumed run may change them; what lies at
+# policy.path is compared itself.
+FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "workers",
+                  "policy.path")
+# Fields of a policy that decide nothing of its weights.
+FREE_OF_WEIGHTS = ("policy.path", "policy.attention", "policy.remat", "policy.compute_dtype")
 
 
 @dataclasses.dataclass
@@ -119,7 +123,8 @@ class Run:
         self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
         per_update = config.tasks_per_step // config.minibatches
         # Where the chat format rewrites earlier turns, each turn is a row of its own.
-        rows_each = max(len(t.turns) for t in self.seeds) if self.parts.chat.rewrites else 1
+        # A variant may have a turn more than its seed.
+        rows_each = max(len(t.turns) for t in self.seeds) + 1 if self.parts.chat.rewrites else 1
         self.shape = BatchShape(
             micro=-(-per_update * config.group_size * rows_each // config.rows), rows=config.rows,
             length=config.sampler.max_len, tasks=per_update, group=config.group_size)
@@ -324,8 +329,9 @@ class Run:
             "step": self.step, "epoch": self.epoch, "epoch_start": self.epoch_start,
             "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
             "table": self.table.state(), "synthesizer": self.synthesizer.state(),
-            "leaks_refused": self.guard.to_json(), "frozen": self.frozen,
-            "config": to_json(self.config),
+            "leaks_refused": self.guard.to_json(), "config": to_json(self.config),
+            "frozen": self.frozen, "model": model_shape(self.parts.decoder.config),
+            "model_files": model_files(self.config.policy),
         }
         checkpoint.save(self.folder / "checkpoints", self.step, self._arrays(), host,
                         keep=self.config.keep_checkpoints)
@@ -339,7 +345,7 @@ class Run:
         CheckpointError."""
         restored = checkpoint.restore(path, self._arrays())
         host, frozen = restored.host, self.train.frozen
-        check_frozen(frozen, host, path)
+        check_model(self.config.policy, self.parts.decoder.config, frozen, host, path)
         self.train = restored.arrays["train"].replace(frozen=frozen)
         self.pool = restored.arrays["pool"]
         self.step, self.epoch = host["step"], host["epoch"]
@@ -361,18 +367,28 @@ def _call_error_share(trajectories: list[Trajectory]) -> float | None:
 
 
 def check_config(path: pathlib.Path, host: Json, config: RunConfig,
-                 fields: Iterable[str] = ()) -> None:
+                 fields: Iterable[str] = (), free: Iterable[str] = FREE_ON_RESUME) -> None:
     """Raises UserError, naming the field, where a checkpoint's config is not `config`; looks
-    at these fields, or at all that a resumed run must share."""
+    at these fields, or at all, and passes over those that are `free`."""
     if "config" not in host:
         raise UserError(f"{path}: is not the checkpoint of a training run; give one of those "
                         "that experiments.train wrote")
-    mine, theirs = to_json(config), host["config"]
-    for field in fields or sorted((mine.keys() | theirs.keys()) - set(FREE_ON_RESUME)):
+    mine, theirs = (_without(values, free) for values in (to_json(config), host["config"]))
+    for field in fields or sorted(mine.keys() | theirs.keys()):
         if theirs.get(field) != mine.get(field):
             raise UserError(f"{path}: was written with another config.{field} "
                             f"({_first_difference(theirs.get(field), mine.get(field))}); give "
                             "the run's own config or start a new folder")
+
+
+def _without(values: dict[str, Json], fields: Iterable[str]) -> dict[str, Json]:
+    """A copy that lacks these fields; "a.b" is the field b of the group a."""
+    values = {name: dict(value) if isinstance(value, dict) else value
+              for name, value in values.items()}
+    for field in fields:
+        group, _, name = field.rpartition(".")
+        (values.get(group, {}) if group else values).pop(name, None)
+    return values
 
 
 def _first_difference(theirs: Json, mine: Json) -> str:

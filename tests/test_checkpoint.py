@@ -315,3 +315,31 @@ def test_other_device_counts_read_the_same_bits(tmp_path):
             [sys.executable, "-c", MESH, str(tmp_path), str(devices), mode],
             cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.stdout == "ok\n", done.stderr[-2000:]
+
+
+CHANGES = {
+    "one bit": lambda x: x.at[1, 2, 3].set(np.nextafter(np.float32(x[1, 2, 3]), 9)),
+    "two signs": lambda x: x.at[0, 0, 0].multiply(-1).at[2, 1, 5].multiply(-1),
+    "all signs": lambda x: -x, "doubled": lambda x: 2 * x, "halved": lambda x: x / 2,
+    "two layers swapped": lambda x: x[jnp.array([1, 0, 2, 3])],
+    "two rows swapped": lambda x: x[:, jnp.array([1, 0, *range(2, 16)])],
+    "another shape": lambda x: x.reshape(4, 64, 16), "another dtype": lambda x: x.view(jnp.int32),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_tells_changed_weights(change, dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 16, 64)), jnp.float32)
+    if change not in ("one bit", "another dtype"):
+        x = x.astype(dtype)
+    tree = {"layers": {"q": x}, "final_norm": jnp.ones(64, dtype)}
+    other = tree | {"layers": {"q": CHANGES[change](x)}}
+    assert checkpoint.fingerprint(tree) == checkpoint.fingerprint(jax.tree.map(np.asarray, tree))
+    assert checkpoint.fingerprint(tree) != checkpoint.fingerprint(other)
+
+
+def test_a_fingerprint_tells_where_an_array_stands():
+    a, b = jnp.ones(3), jnp.arange(3.0)
+    assert checkpoint.fingerprint({"k": a, "v": b}) != checkpoint.fingerprint({"k": b, "v": a})
+    assert checkpoint.fingerprint({"k": a}) != checkpoint.fingerprint({"v": a})

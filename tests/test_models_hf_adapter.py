@@ -313,3 +313,11 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="pip install safetensors"):
         save_adapter(tmp_path / "out", noisy_params(MODEL), MODEL, "base")
     assert not (tmp_path / "out").exists()
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    params = init_params(MODEL, jax.random.key(0))
+    params["layers"]["q_lora_b"] = params["layers"]["q_lora_b"].at[1, 0, 0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.q_proj.lora_B.weight holds values"):
+        save_adapter(tmp_path / "out", params, MODEL, "base")
+    assert not list(tmp_path.iterdir())

@@ -415,7 +415,7 @@ def test_files_of_the_caller_appear_with_the_folder_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("value, dtype, words", [
-    (1e6, "float16", "not finite in float16: choose bfloat16"),
+    (1e6, "float16", "not finite in float16: name bfloat16"),
     (float("nan"), "bfloat16", "not finite in bfloat16: the training")])
 def test_values_that_are_not_finite_are_refused(tmp_path, value, dtype, words):
     model, params = TINY, init_params(TINY, jax.random.key(0))
@@ -423,6 +423,17 @@ def test_values_that_are_not_finite_are_refused(tmp_path, value, dtype, words):
     with pytest.raises(ValueError, match=f"model.norm.weight holds values that are {words}"):
         export(tmp_path / "out", params, model, dtype=dtype)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_of_ones_own_and_tables_as_they_are(tmp_path):
+    folder = source(tmp_path / "in", "llama", "F16")
+    config, params = load(folder, "float32")
+    export(tmp_path / "out", params, config.model, source=folder, dtype="bfloat16")
+    with safe_open(tmp_path / "out" / WEIGHTS, "np") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}
+    assert (tmp_path / "out" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of"):
+        export(tmp_path / "no", params, config.model, source=folder, dtype="int8")
 
 
 if __name__ == "__main__":

@@ -85,16 +85,17 @@ def test_masters_are_cast_without_loss_down_to_the_smallest_numbers(tmp_path, dt
                                           expected_params(config, tensors)))
 
 
-def test_parameters_may_differ_in_dtype_but_their_layers_may_not(tmp_path):
+def test_parameters_may_differ_in_dtype_and_layers_take_the_wider_one(tmp_path):
     config, tensors = CONFIGS["llama"], make_tensors(CONFIGS["llama"], "BF16")
     tensors = {name: x.astype(np.float32) if "norm" in name else x for name, x in tensors.items()}
     assert_same_bits(load(write(tmp_path, config, tensors))[1], expected_params(config, tensors))
     tensors[Q1] = tensors[Q1].astype(np.float32)
     write(tmp_path, config, tensors)
-    message = fault(tmp_path)
-    assert f"{Q1} in {tmp_path / WEIGHTS} is F32, {Q0} is BF16" in message
-    params = load(tmp_path, dtype="float32")[1]
-    assert_same_bits(params["layers"]["q"][1], tensors[Q1].T.reshape(16, 4, 4))
+    for dtype in (None, "float32"):
+        params = load(tmp_path, dtype=dtype)[1]
+        assert_same_bits(params["layers"]["q"][1], tensors[Q1].T.reshape(16, 4, 4))
+        assert params["layers"]["q"].dtype == np.float32
+    assert load(tmp_path)[1]["layers"]["k"].dtype == "bfloat16"
 
 
 def test_only_files_that_the_index_names_are_opened(tmp_path):

@@ -1,6 +1,7 @@
 """A policy in Hugging Face form, whole way: a folder in, its own chat template, LoRA, restart,
 evaluation, and a folder and an adapter out. The model is tiny; every path is the real one."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -120,12 +121,43 @@ def test_other_weights_under_the_adapters_are_refused(model, played, tmp_path):
     for path in model.iterdir():
         if not (other / path.name).exists():
             shutil.copy(path, other)
-    moved = tmp_path / "moved"
-    shutil.copytree(played[0], moved)
-    for path in moved.rglob("host.json"):
-        path.write_text(path.read_text().replace(str(model), str(other)))
     with pytest.raises(UserError, match="trained over other weights"):
-        evaluation.main([*arguments(other), "--checkpoint", str(moved)])
+        evaluation.main([*arguments(other), "--checkpoint", str(played[0])])
+
+
+def test_another_template_under_a_run_is_refused(model, played, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    path = other / "tokenizer_config.json"
+    data = json.loads(path.read_text())
+    data["chat_template"] = (TEMPLATES / "qwen3_instruct_2507.jinja").read_text()
+    path.write_text(json.dumps(data))
+    shutil.copytree(played[0], tmp_path / "out")
+    with pytest.raises(UserError, match="tokenizer_config.json: is not what it was"):
+        run(other, tmp_path / "out", "--resume", steps=3)
+    with pytest.raises(UserError, match="tokenizer_config.json: is not what it was"):
+        exporting.main([*arguments(other), "--checkpoint", str(played[0]),
+                        "--out", str(tmp_path / "hf")])
+    shutil.copy(model / "tokenizer_config.json", other)
+    data = json.loads((model / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(data | {"rope_theta": 5e5}))
+    with pytest.raises(UserError, match="a model whose rope_theta is 10000.0, now it is 500000"):
+        exporting.main([*arguments(other), "--checkpoint", str(played[0]),
+                        "--out", str(tmp_path / "hf")])
+
+
+def test_a_moved_model_and_another_way_to_compute_are_no_other_policy(model, played, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(model, moved)
+    sets = arguments(f"{moved}/", **{"policy.remat": "layer", "policy.compute_dtype": "bfloat16"})
+    exporting.main([*sets, "--checkpoint", str(played[0]), "--out", str(tmp_path / "hf")])
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+    with pytest.raises(UserError, match="another config.policy .*lora"):
+        exporting.main([*arguments(model, **{"policy.lora": {"rank": 3}}), "--checkpoint",
+                        str(played[0]), "--out", str(tmp_path / "no")])
+    with pytest.raises(UserError, match="lies within --checkpoint"):
+        exporting.main([*arguments(model), "--checkpoint", str(played[0]),
+                        "--out", str(played[0] / "checkpoints" / "step_000000009")])
 
 
 def test_the_export_is_the_trained_policy(model, played, tmp_path, capsys):
@@ -144,7 +176,6 @@ def test_the_export_is_the_trained_policy(model, played, tmp_path, capsys):
                if (np.asarray(base["layers"][name]) != np.asarray(merged["layers"][name])).any()}
     assert changed == {"q", "down"}
     # The adapter saved alone gives the same policy over the weights that came in.
-    import dataclasses
     lora = LoraConfig("q_proj|down_proj", 2, 4.0)
     config = dataclasses.replace(before.model, lora=lora)
     adapters = load_adapter(tmp_path / "ad", config)
@@ -181,6 +212,10 @@ def test_all_weights_train_without_lora(model, tmp_path):
     ({"policy.path": "nowhere"}, "nowhere is no folder"),
     ({"policy.source": "compact", "policy.path": ""}, "lora needs weights"),
     ({"policy.lora": {"targets": "lm_head"}}, "lm_head"),
+    ({"policy.shots": 3}, "shots has no effect with source hf and chat model"),
+    ({"policy.chat": "hermes", "policy.system": "Be kind."}, "system has no effect"),
+    ({"policy.source": "smollm2", "policy.path": "", "policy.wire": "hermes"},
+     "wire has no effect with source smollm2"),
 ])
 def test_wrong_policies_are_named(model, tmp_path, sets, words):
     with pytest.raises(ValueError, match=words):

@@ -10,12 +10,13 @@ from template_cases import (
     FAMILIES, PARALLEL, SCRIPTS, THOUGHTS, Results, Say, Script, User, byte_codec,
     make_format)
 
-from rods_jax.text.chat import Thinking
-from rods_jax.text.tokenizer import tokenizer_from_gguf
+from rods_jax.text.chat import TemplateFormat, Thinking
+from rods_jax.text.template import make_template
+from rods_jax.text.tokenizer import byte_tokenizer, tokenizer_from_gguf
 from rods_jax.text.wire import Wire
 from rods_jax.tools.env import UserTurn
 from rods_jax.tools.toolbox import ToolboxSuite, split
-from rods_jax.types import ToolCall
+from rods_jax.types import ToolCall, ToolSpec
 
 TEMPLATES = sorted(FAMILIES)
 HEADER, EMPTY = "<|im_start|>assistant\n", "<think>\n\n</think>\n\n"
@@ -240,6 +241,48 @@ def test_made_up_dialogues_with_control_tokens_in_every_text(name, data):
             row = added if dialogue.form.rewrites else row + added
         rows.append(row)
     assert rows == [[ord("<") if i == 0x7F else i for i in row] for row in expected]
+
+
+# ------------------------------------------------------------------------------ built tokens
+
+KEYS = ("{% for t in tools or [] %}{% for k, v in t.function.items() %}<{{ k }}>{{ v|tojson }}</"
+        "{{ k }}>{% endfor %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function|tojson }}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def test_a_template_cannot_put_signs_around_a_key_to_make_a_control_token():
+    """As Nemotron's does: "<" and ">" around each key of a schema that it does not know."""
+    tokenizer = byte_codec("qwen3").tokenizer
+
+    def counts(form, key):
+        spec = ToolSpec("find", "d", {"type": "object", "properties": {
+            "a": {"type": "string", key: "v"}}, key: "v"}, "travel")
+        ids = form.start(cases.TASK, (spec,)).prompt(UserTurn(0, "go", ("find",)))
+        return {t: ids.count(i) for t, i in tokenizer.control.items()}, tokenizer.decode(ids)
+
+    for name in ("nemotron_3_nano", "qwen3"):
+        form = TemplateFormat(tokenizer, make_template(cases.source(name)), Wire.HERMES, (), 256,
+                              Thinking.OFF)
+        benign, shown = counts(form, "word")
+        for key in ("think", "/think", "tool_call", "|im_end|", "im_start|", " think "):
+            assert counts(form, key) == (benign, shown.replace("word", key))
+        # Others keep their texts as they are; what compares them must not be misled.
+        assert form.guard.enclosed == (name != "qwen3")
+        assert (form.guard.hide("think") == "think") == (name == "qwen3")
+
+
+def test_a_template_that_makes_control_tokens_of_its_own_keys_is_refused():
+    """A key that it looks up cannot be shown as something else."""
+    def follow(*names):
+        tokenizer = cases.codec(byte_tokenizer(), (*cases.QWEN3, *names)).tokenizer
+        return TemplateFormat(tokenizer, make_template(KEYS, "t.jinja"), Wire.HERMES, (), 256,
+                              Thinking.OFF)
+
+    assert follow().guard.enclosed
+    with pytest.raises(ValueError, match="^t.jinja makes control tokens of names") as caught:
+        follow("<function>")
+    assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------ real pieces

@@ -5,6 +5,8 @@ import json
 
 import pytest
 import template_cases as cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from template_cases import BOOK, FAMILIES, FIND, byte_codec, make_format
 
 from rods_jax.text.chat import TemplateFormat, Thinking, chat_format
@@ -174,6 +176,39 @@ def test_a_template_cannot_join_a_text_to_a_control_token():
     assert guard.encode("<|end|>" + guard.hide("a\ud800\udfffz")) == [256, *b"a??z"]
 
 
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_whatever_is_trimmed_joins_no_text_to_a_control_token(data):
+    alphabet = data.draw(st.sampled_from(["ab", "ab ", "<|a>", "<a>\n", 'é"\\\n']))
+    letters = st.text(st.sampled_from(alphabet), max_size=4)
+    names = data.draw(st.lists(letters.filter(str.strip), min_size=1, max_size=3, unique=True))
+    control = {name: 256 + i for i, name in enumerate(names)}
+    guard = Guard(TextTokenizer(byte_tokenizer().plain, control, 256 + len(names)))
+    text, other = data.draw(letters), data.draw(letters)
+    hidden = guard.hide(text)
+    assert guard.encode(hidden) == list(text.encode())
+    for trim in (str, str.strip, str.lstrip, str.rstrip, lambda t: t.strip("\n")):
+        for before, behind in ((other, ""), ("", other)):
+            ids = guard.encode(before + trim(hidden) + behind)
+            known = [i for i in ids if i >= 256]
+            assert known == [i for i in guard.encode(other) if i >= 256]
+
+
+def json_of(text):
+    return make_template("{{ text|tojson }}").render([], text=text)
+
+
+def test_json_escapes_what_a_stand_in_stands_for():
+    """A raw line break in a schema would be other ids than the model knows, and no JSON."""
+    control = {"<end>\n": 256, '"<x>': 257, "<y\\": 258, "<｜é": 259}
+    guard = Guard(TextTokenizer(byte_tokenizer().plain, control, 260))
+    for text in ("\n\nx", ">\nx", "a<end>\nb", '"<x>', '"<', 'a "', "\\ x", "é<｜", "<｜é"):
+        hidden = guard.hide(text)
+        assert hidden != text
+        expected = json.dumps(text, ensure_ascii=False)
+        assert guard.encode(json_of(hidden)[1:-1]) == list(expected[1:-1].encode()), text
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_arguments_as_text_are_the_object_they_spell(name):
     def step(arguments):
@@ -277,6 +312,16 @@ def follow(text, thinking=Thinking.OFF, name="t.jinja", control=FAMILIES["qwen3"
                           **options)
 
 
+def _always_open():
+    head, sign, _ = cases.source("qwen3").partition("{%- if add_generation_prompt %}")
+    assert sign
+    return f"{head}{sign}\n    {{{{- '{HEADER}<think>\n' }}}}\n{{%- endif %}}".replace(
+        "t\n<think>\n'", "t\\n<think>\\n'")
+
+
+ALWAYS_OPEN = _always_open()
+
+
 def test_a_think_tag_that_the_prompt_opens_counts_in_later_rows():
     """As Qwen3's thinking models of 2507 have it."""
     prompt = "'<|im_start|>assistant\\n' }}\n    {%- if enable_thinking"
@@ -285,7 +330,8 @@ def test_a_think_tag_that_the_prompt_opens_counts_in_later_rows():
     form = follow(text, Thinking.TEMPLATE)
     dialogue = form.start(cases.TASK, ())
     assert dialogue.text(dialogue.prompt(UserTurn(0, "Go", ()))).endswith(HEADER + "<think>\n")
-    assert dialogue.text(dialogue.step((), "A")) == "\n</think>\n\nA<|im_end|>"
+    assert dialogue.text(said := dialogue.step((), "A")) == "\n</think>\n\nA<|im_end|>"
+    assert dialogue.parse(said).text == "A"
     step = dialogue.parse(ids("qwen3", "x\n</think>\n\nA<|im_end|>"))
     assert (step.text, step.reasoning) == ("A", "x")
     row = dialogue.text(dialogue.user(AGAIN))
@@ -294,6 +340,37 @@ def test_a_think_tag_that_the_prompt_opens_counts_in_later_rows():
     dialogue.parse(ids("qwen3", "cut short"))
     row = dialogue.text(dialogue.user(AGAIN))
     assert f"{HEADER}<think>\ncut short<|im_end|>\n" in row
+
+
+@pytest.mark.parametrize("thinking", [Thinking.KEEP, Thinking.TEMPLATE])
+@pytest.mark.parametrize("shown_again", [False, True])
+def test_a_thought_that_the_prompt_opened_is_no_answer_while_it_is_open(shown_again, thinking):
+    """Qwen3-4B-Thinking-2507 and QwQ: a message is read as if the opener stood in it. Also
+    where later prompts show the opener again."""
+    again = LOOP.replace("%s", "{% if m.role == 'assistant' %}<think>\n{% endif %}").replace(
+        "assistant\n{%", "assistant\n<think>\n{%")
+    form = follow(again if shown_again else ALWAYS_OPEN, thinking)
+    plain = follow(cases.source("qwen3"), thinking)
+    assert (form.habits.opened, plain.habits.opened) == ("<think>\n", "")
+    assert follow(cases.source("qwen3")).habits.opened == ""  # what it opens, it closes
+    call = '<tool_call>\n{"name": "book", "arguments": {}}\n</tool_call>'
+    for said in (call, f"I could {call} or not", "still thinking", "", f"x</think>\n{call}",
+                 f"{call}</think>A", "x\n</think>\n\nA", "a</think>b</think>c"):
+        for end in ("<|im_end|>", ""):
+            read = form.start(cases.TASK, (cases.SPECS["book"],)).parse(ids("qwen3", said + end))
+            assert read == plain.start(cases.TASK, (cases.SPECS["book"],)).parse(
+                ids("qwen3", f"<think>\n{said}{end}"))
+            if "</think>" not in said:
+                assert (read.calls, read.text) == ((), "")
+                assert "truncated: the reasoning is not closed" in read.errors
+    assert read.text == "c"
+
+
+def test_a_thought_opened_with_thinking_off_is_refused():
+    with pytest.raises(ValueError, match='^t.jinja opens a thought.*Thinking.KEEP or Thinking.TEM'
+                                         'PLATE .policy.thinking="keep" or "template"') as caught:
+        follow(ALWAYS_OPEN, Thinking.OFF)
+    assert "\n" not in str(caught.value)
 
 
 def test_clones_remember_apart():
@@ -333,6 +410,10 @@ FIRST = byte_tokenizer().vocab_size  # id of the first control token
      "t.jinja line 1: Only me$"),
     (PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
      "drops thoughts within a turn.*KEEP"),
+    (PLAIN.replace("{{ m.role }}\n", "{{ m.role }}\n{% if m.role == 'assistant' and not loop.first"
+                   " and loop.previtem.role == 'user' %}<think>\n{% endif %}").replace(
+        "assistant\n{% endif", "assistant\n{% if messages[-1].role == 'user' %}<think>\n{% endif"
+        " %}{% endif"), "begins a message after results, or with tools, otherwise"),
 ])
 def test_a_template_that_cannot_be_followed_is_refused(text, reason):
     form = follow(PLAIN, Thinking.TEMPLATE, stops=[FIRST])  # the rest of it is in order
@@ -342,12 +423,16 @@ def test_a_template_that_cannot_be_followed_is_refused(text, reason):
     assert "\n" not in str(caught.value)
 
 
-def test_smollm2s_own_template_is_sent_to_the_hermes_format():
+def test_smollm2s_own_template_is_sent_to_the_hermes_format(tmp_path):
     text = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + "
             "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
             "{{ '<|im_start|>assistant\n' }}{% endif %}")
-    with pytest.raises(ValueError, match="shows no tools.*HermesFormat"):
+    sent = 'shows no tools.*set policy.chat="hermes" .in Python: HermesFormat of rods_jax/text/h'
+    with pytest.raises(ValueError, match=sent):
         follow(text)
+    with pytest.raises(ValueError, match=sent) as caught:  # before anything else is asked for
+        chat_format(write_folder(tmp_path, "qwen2_5", template=text), Thinking.TEMPLATE)
+    assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="not all control tokens"):
         follow(PLAIN, stops=[3])
 
@@ -355,10 +440,10 @@ def test_smollm2s_own_template_is_sent_to_the_hermes_format():
 # ------------------------------------------------------------------------------ folders
 
 
-def write_folder(path, name, **files):
+def write_folder(path, name, template=None, **files):
     family, codec = FAMILIES[name], byte_codec(name)
     (path / "tokenizer.json").write_text(codec.whole.to_str())
-    (path / "chat_template.jinja").write_text(cases.source(name))
+    (path / "chat_template.jinja").write_text(template or cases.source(name))
     config = {"eos_token": family.end, "pad_token": {"content": family.pad}}
     if family.bos:
         config["bos_token"] = family.bos

@@ -35,8 +35,9 @@ def test_json_is_written_as_templates_expect_it():
         given = ", ".join(f"{key}={item!r}" for key, item in options.items())
         assert render("{{ v|tojson(%s) }}" % given, v=value) == json.dumps(
             value, **{"ensure_ascii": False, **options})
-    # What stands for another character comes through whole.
-    assert render("{{ v|tojson(ensure_ascii=true) }}", v="\ud800é") == '"\ud800\\u00e9"'
+    # What stands for another character comes through, or as that one would (see guard.py).
+    assert render("{{ v|tojson(ensure_ascii=true) }}", v="\ud841é") == '"\ud841\\u00e9"'
+    assert render("{{ v|tojson }}", v="\ud80a\ud822") == '"\\n\\\ud822"'
 
 
 def test_what_templates_use_beside_plain_jinja():
@@ -100,6 +101,17 @@ def test_syntax_errors_name_file_and_line():
     for text, line in (("a\n\n{% if %}", 3), ("{{ x|nope }}", 1), ("{% generation %}", 1)):
         with pytest.raises(ValueError, match=f"^t.jinja line {line}: "):
             make_template(text, "t.jinja")
+
+
+@pytest.mark.parametrize("text", [
+    "{% break %}",
+    "{% for x in [1] %}{% macro m() %}{% continue %}{% endmacro %}{% endfor %}",
+    "{% for a in [1] %}" * 101 + "{% endfor %}" * 101,
+])
+def test_what_python_cannot_run_is_refused_in_one_line(text):
+    with pytest.raises(ValueError, match="^t.jinja cannot be run: .*(loop|indentation)") as caught:
+        make_template(text, "t.jinja")
+    assert "\n" not in str(caught.value)
 
 
 # ------------------------------------------------------------------------------ files

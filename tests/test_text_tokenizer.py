@@ -129,7 +129,7 @@ def tokenizer_state(**changes):
     plain = byte_level_tokenizer(vocab, [tuple(m.split(" ")) for m in merges], {}).plain
     state = json.loads(plain.to_str())
     state["added_tokens"] = [added(token, i) for token, i in CONTROL.items()]
-    state["added_tokens"].append(added("<tool_call>", 300, special=False))
+    state["added_tokens"].append(added("<tool_call>", len(tokens), special=False))
     state["post_processor"] = {
         "type": "TemplateProcessing", "pair": [], "special_tokens": {
             "<|im_end|>": {"id": "<|im_end|>", "ids": [2], "tokens": ["<|im_end|>"]}},
@@ -152,12 +152,12 @@ def test_hugging_face_file_loses_its_added_tokens_to_control(tmp_path):
     tokens, _ = vocabulary()
     for path in (tmp_path, tmp_path / "tokenizer.json"):
         tokenizer = tokenizer_from_json(path)
-        assert tokenizer.control == {**CONTROL, "<tool_call>": 300}
-        assert tokenizer.vocab_size == 301
+        assert tokenizer.control == {**CONTROL, "<tool_call>": NEXT}
+        assert tokenizer.vocab_size == NEXT + 1
         # Nothing added, nothing matched, nothing cut off.
         spell = [tokens[i] for i in tokenizer.encode("hi hi<|im_end|>")]
         assert spell == ["h", "i", "Ġhi", *"<|im_end|>"]
-        assert tokenizer.decode([tokens.index("Ġh"), 300, 2]) == " h<tool_call><|im_end|>"
+        assert tokenizer.decode([tokens.index("Ġh"), NEXT, 2]) == " h<tool_call><|im_end|>"
         # Bytes without a piece do not vanish.
         assert tokenizer.decode(tokenizer.encode("x\x04y\U00040000z")) == "x?y?z"
 
@@ -189,7 +189,7 @@ def test_ids_of_whole_texts_are_those_of_the_file(tmp_path):
     ({"added_tokens": [added("pad", 5, single_word=True)]}, "'pad' is single_word"),
     ({"added_tokens": [added("  ", 5, special=False)]}, "'  ' is plain white space"),
     ({"added_tokens": [added("Ġhi", 5)]}, "'Ġhi' is also what plain text is made into"),
-    ({"added_tokens": [added("a", 70)]}, r"lacks \['a'\]"),
+    ({"added_tokens": [added("a", vocabulary()[0].index("a"))]}, r"lacks \['a'\]"),
     ({"added_tokens": [added("①", 5, normalized=True)], "normalizer": {"type": "NFKC"}},
      "'①' is looked for in changed text"),
 ])
@@ -197,6 +197,64 @@ def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path, changes, rea
     tokenizer_from_json(write_json(tmp_path, tokenizer=tokenizer_state()))
     with pytest.raises(ValueError, match=f"tokenizer.json.*{reason}") as caught:
         tokenizer_from_json(write_json(tmp_path, tokenizer=tokenizer_state(**changes)))
+    assert "\n" not in str(caught.value)
+
+
+IM_END = added("<|im_end|>", 2)
+NEXT = len(vocabulary()[0])  # the id that a new added token gets
+
+
+@pytest.mark.parametrize("tokens, reason", [
+    ([added("<new>", NEXT + 1)],
+     f"added token '<new>' has the id {NEXT + 1}, but the tokenizers package gives it {NEXT}:"),
+    ([added("<new>", NEXT), added("<b>", NEXT)], f"'<new>' and '<b>' both have the id {NEXT}:"),
+    ([IM_END, added("<|im_end|>", NEXT)], f"'<.im_end.>' has two ids, 2 and {NEXT}:"),
+    ([added("<|im_end|>", NEXT)],
+     f"'<.im_end.>' has the id {NEXT}, but the tokenizers package gives it 2:"),
+    ([added("<new>", vocabulary()[0].index("a"))], r"'a' and '<new>' both have the id \d+:"),
+    ([added("<new>", 2)], "'<.im_end.>' and '<new>' both have the id 2:"),
+    *(([added("<new>", i)], f"'<new>' has the id {i!r}, which is no whole number")
+      for i in (-1, 260.0, True, "260", None)),
+    ([{"content": "<new>"}], "'<new>' has the id None, which is no whole number"),
+    (["<new>"], "added token '<new>' is no object"),
+    ([None], "added token None is no object"),
+    ([{"id": NEXT}], "added token {.*} is no object with a content"),
+    ([added(7, NEXT)], "added token {.*} is no object with a content"),
+    ({"<new>": NEXT}, "added_tokens is no list"),
+])
+def test_ids_are_those_of_the_tokenizers_package_or_refused(tmp_path, tokens, reason):
+    right = [IM_END, added("<new>", NEXT), added("<b>", NEXT + 1)]
+    for state in (tokenizer_state(added_tokens=right), tokenizer_state()):
+        whole = Tokenizer.from_str(json.dumps(state))
+        control = tokenizer_from_json(write_json(tmp_path, tokenizer=state)).control
+        assert len(control) > 2
+        assert control == {name: whole.token_to_id(name) for name in control}
+    with pytest.raises(ValueError, match=f"tokenizer.json: .*{reason}") as caught:
+        tokenizer_from_json(
+            write_json(tmp_path, tokenizer=tokenizer_state(added_tokens=tokens)))
+    assert "\n" not in str(caught.value)
+
+
+def test_two_pieces_with_one_id_are_refused(tmp_path):
+    state = tokenizer_state()
+    state["model"]["vocab"]["Ġhi"] = state["model"]["vocab"]["12"]
+    with pytest.raises(ValueError, match="'Ġhi' and '12' both have the id"):
+        tokenizer_from_json(write_json(tmp_path, tokenizer=state))
+
+
+@pytest.mark.parametrize("listed, reason", [
+    ([], None), (None, None), (["<|im_end|>"], "added_tokens_decoder is no object"),
+    ({"x": {"content": "<|im_end|>"}}, "no added token '<.im_end.>' with id x"),
+    ({"2": {"content": ["<|im_end|>"]}}, "no added token .* with id 2"),
+])
+def test_a_list_of_added_tokens_that_is_none_is_named(tmp_path, listed, reason):
+    write_json(tmp_path, tokenizer=tokenizer_state(),
+               tokenizer_config={"added_tokens_decoder": listed})
+    if reason is None:
+        assert tokenizer_from_json(tmp_path).control
+        return
+    with pytest.raises(ValueError, match=reason) as caught:
+        tokenizer_from_json(tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -59,11 +59,11 @@ class TemplateFormat:
         self.tokenizer, self.template, self.wire = tokenizer, template, wire
         self.thinking, self.pad_id, self.vocab_size = thinking, pad_id, tokenizer.vocab_size
         self.coerce_numbers, self.bare_json = coerce_numbers, bare_json
-        self.guard = Guard(tokenizer, set(_TAG.findall(template.source)))
+        short = () if system is None else ({"role": "system", "content": "s"},)
+        self.guard = self._guard(short)
         self.system: tuple[Message, ...] = ()
         if system is not None:
             self.system = ({"role": "system", "content": self.guard.hide(system)},)
-        short = tuple({"role": "system", "content": "s"} for _ in self.system)
         stops = [name for name, i in tokenizer.control.items() if i in stop_ids]
         if len(stops) < len(set(stop_ids)):
             raise ValueError(f"stop ids {list(stop_ids)} are not all control tokens of the "
@@ -71,6 +71,10 @@ class TemplateFormat:
         if wire is not Wire.HERMES and _CALLS_FOLLOW in tokenizer.control:
             stops.append(_CALLS_FOLLOW)
         self.habits = habits.study(self.render, tokenizer.control, short, template.name)
+        if thinking is Thinking.OFF and self.habits.opened:
+            raise ValueError(f"{template.name} opens a thought in every prompt, also with "
+                             "thinking off: use Thinking.KEEP or Thinking.TEMPLATE "
+                             '(policy.thinking="keep" or "template")')
         self.rewrites = thinking is Thinking.TEMPLATE and self.habits.drops_thoughts
         if self.rewrites and self.habits.in_turn:
             raise ValueError(f"{template.name} drops thoughts within a turn, where ids can only "
@@ -84,6 +88,20 @@ class TemplateFormat:
         self._before_step = self._before[:-1]
         self._opening = {tools: self.render(self._before_step, _stubs(tools), True)
                          for tools in (False, True)}
+
+    def _guard(self, system: Sequence[Message]) -> Guard:
+        tags = set(_TAG.findall(self.template.source))
+        guard = Guard(self.tokenizer, tags)
+        if not habits.encloses(self.render, guard, system):
+            return guard
+        guard = Guard(self.tokenizer, tags, enclosed=True)
+        try:
+            if not habits.encloses(self.render, guard, system):
+                return guard
+        except ValueError:
+            pass  # it looks up a key that is now shown as something else
+        raise ValueError(f"{self.template.name} makes control tokens of names and keys, so they "
+                         "cannot be kept apart from text: take another template")
 
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> TemplateDialogue:
         return TemplateDialogue(self, {spec.name: spec for spec in tools})
@@ -222,8 +240,9 @@ class TemplateDialogue:
             return ParsedStep(errors=("an id outside the vocabulary",))
         if any(i in form.stop_ids for i in body):
             return ParsedStep(errors=("tokens after the stop token",))
-        step = read_calls(form.wire, form.tokenizer.decode(body), self.specs, form.bare_json,
-                          form.coerce_numbers)
+        # A thought that the prompt opened may stay open, and what is drafted in it is no call.
+        step = read_calls(form.wire, form.habits.opened + form.tokenizer.decode(body),
+                          self.specs, form.bare_json, form.coerce_numbers)
         return step if stopped else _cut(step)
 
     def text(self, ids: Sequence[int]) -> str:

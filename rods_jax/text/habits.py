@@ -10,10 +10,12 @@ again in later renderings: the ids keep it. And thoughts may be dropped later on
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from rods_jax.text.guard import MARK
+from rods_jax.text.guard import MARK, Guard
+from rods_jax.tools.calls_step import THINK, UNTHINK
 from rods_jax.types import Json
 
 Message = Mapping[str, Json]
@@ -30,11 +32,13 @@ _CONTROL = re.compile(r"<[|｜][^<>|｜\s]+[|｜]>")  # how most models spell co
 @dataclasses.dataclass(frozen=True)
 class Habits:
     """`end`: the control token that closes an assistant message. `prefill`: what a generation
-    prompt opens one with. `drops_thoughts`: of earlier turns once a new one begins; `in_turn`:
+    prompt opens one with. `opened`: from a <think> on that a generation prompt leaves open; ""
+    where there is none. `drops_thoughts`: of earlier turns once a new one begins; `in_turn`:
     already before."""
 
     end: str
     prefill: str
+    opened: str
     drops_thoughts: bool
     in_turn: bool
 
@@ -80,7 +84,11 @@ def study(render: Render, control: Collection[str], system: Sequence[Message], n
     """`control`: the tokenizer's control tokens. `system`: a system message, if dialogues have
     one. `name`: of the template, for errors. Raises ValueError, one line, where the template
     cannot be followed."""
-    _check_shown(render, control, system, name)
+    check_tools(render, system, name)
+    for token in _CONTROL.findall(_with_tools(render, system)):
+        if token not in control:
+            raise ValueError(f"{name} writes {token}, which the tokenizer does not have: "
+                             "take both from one model")
     opening = [*system, user(_FIRST)]
     before, _, behind = render([*opening, said(_REPLY), user(_NEXT)], None, True).partition(_REPLY)
     alone = render([*opening, said(_REPLY)], None, False).partition(_REPLY)[2]
@@ -100,24 +108,59 @@ def study(render: Render, control: Collection[str], system: Sequence[Message], n
         _check_appends(render, opening, tools, end, prefill, name)
     thought = [*opening, said(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}")]
     return Habits(
-        end, prefill,
+        end, prefill, _opened(render, opening, name),
         drops_thoughts=_THOUGHT not in render([*thought, user(_NEXT)], None, True),
         in_turn=_THOUGHT not in render([*thought, result("f", _RESULT)], None, True))
 
 
-def _check_shown(render: Render, control: Collection[str], system: Sequence[Message],
-                 name: str) -> None:
-    """That tools, calls and results have a place, and that every control token is one."""
-    text = render([*system, user(_FIRST), called([("go_there", {})]), result("f", _RESULT)],
-                  [tool("look_up")], True)
+def check_tools(render: Render, system: Sequence[Message], name: str) -> None:
+    """Raises ValueError, one line, where tools, calls or results have no place."""
+    text = _with_tools(render, system)
     for what, sign in (("tools", "look_up"), ("calls", "go_there"), ("results", _RESULT)):
         if sign not in text:
-            raise ValueError(f"{name} shows no {what}: take the template of a model that calls "
-                             "tools, or rods_jax/text/hermes.py's HermesFormat")
-    for token in _CONTROL.findall(text):
-        if token not in control:
-            raise ValueError(f"{name} writes {token}, which the tokenizer does not have: "
-                             "take both from one model")
+            raise ValueError(
+                f"{name} shows no {what}, so no tools can be used through it: set "
+                'policy.chat="hermes" (in Python: HermesFormat of rods_jax/text/hermes.py), or '
+                "take a model whose template has a place for tools")
+
+
+def _with_tools(render: Render, system: Sequence[Message]) -> str:
+    return render([*system, user(_FIRST), called([("go_there", {})]), result("f", _RESULT)],
+                  [tool("look_up")], True)
+
+
+def encloses(render: Render, guard: Guard, system: Sequence[Message]) -> bool:
+    """Whether the template puts signs around a key or name that make a control token of it, as
+    "<" and ">" around "think"."""
+    words = sorted(guard.middles)
+    benign = [f"w{i}" for i in range(len(words))]
+
+    def control(words: Sequence[str]) -> list[str]:
+        tools = [guard.hide({"type": "function", "function": {
+            "name": w, "description": w, w: w, "parameters": {
+                "type": "object", w: w, "properties": {w: {"type": "string", w: w}}}}})
+            for w in words]
+        made = called([("f", guard.hide({w: w for w in words}))])
+        return guard.token.findall(
+            render([*system, user(_FIRST), made, result("f", _RESULT)], tools, True))
+
+    return control(words) != control(benign)
+
+
+def _opened(render: Render, opening: Sequence[Message], name: str) -> str:
+    """Checks, too, that every generation prompt begins a message alike."""
+    added = set()
+    for messages in (opening, [*opening, called([("f", {})]), result("f", _RESULT)]):
+        for tools in (None, STUB_TOOLS):
+            prompt = render(messages, tools, True)
+            asked = os.path.commonprefix([prompt, render(messages, tools, False)])
+            added.add(prompt[len(asked):])
+    if len(added) > 1:
+        raise ValueError(f"{name} begins a message after results, or with tools, otherwise than "
+                         "one after a user's text: it cannot be followed")
+    header = added.pop()
+    at = header.rfind(THINK)  # also one that later renderings show again
+    return header[at:] if at > header.rfind(UNTHINK) else ""
 
 
 def _check_appends(render: Render, opening: Sequence[Message],

@@ -30,6 +30,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rods_jax.text.guard import AS_JSON
 from rods_jax.text.json_file import read_object, read_optional
 from rods_jax.types import Json
 
@@ -85,6 +86,8 @@ def make_template(source: str, name: str = "the chat template",
         compiled = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"{name} line {error.lineno}: {error.message}") from None
+    except SyntaxError as error:  # of the Python that it became: {% break %} outside a loop
+        raise ValueError(f"{name} cannot be run: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"{name} nests too deep") from None
     variables = {token: _lacking(token) for token in _SPECIAL} | dict(special or {})
@@ -211,7 +214,7 @@ def _environment(now: datetime.datetime) -> Any:
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
             sort_keys: bool = False) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
+                      sort_keys=sort_keys).translate(AS_JSON)
     return re.sub("[^\0-~]", _escape, text) if ensure_ascii else text
 
 

@@ -115,8 +115,8 @@ def tokenizer_from_json(path: str | os.PathLike) -> TextTokenizer:
     control tokens, also those it does not call special, such as Qwen2.5's <tool_call>.
 
     Raises ValueError, one line, for another kind than byte-level BPE, and for added tokens that
-    are more than a spelling and an id: they would give other ids here than elsewhere."""
-    tokenizers = _tokenizers()
+    are more than a spelling and an id, or that the tokenizers package would number otherwise:
+    they would give other ids here than elsewhere."""
     path = pathlib.Path(path)
     path = path / "tokenizer.json" if path.is_dir() else path
     state = read_object(path)
@@ -133,16 +133,22 @@ def tokenizer_from_json(path: str | os.PathLike) -> TextTokenizer:
     # No added tokens: nothing to match in text. No post-processor: nothing to add around it.
     # No vocabulary entry either: no text can become a control token.
     vocab = {piece: i for piece, i in model["vocab"].items() if piece not in control}
+    plain = _loaded({
+        **state, "added_tokens": [], "post_processor": None, "truncation": None,
+        "padding": None, "model": {**model, "vocab": vocab, "unk_token": None}}, path)
+    _check_text(plain, state, path)
+    _check_ids(control, vocab, _loaded(state, path), path)
+    size = 1 + max([*vocab.values(), *control.values()])
+    return TextTokenizer(plain, control, size, _no_piece(vocab, f"{path}: the vocabulary"))
+
+
+def _loaded(state: Mapping[str, Any], path: pathlib.Path) -> Any:
+    tokenizers = _tokenizers()
     try:
-        plain = tokenizers.Tokenizer.from_str(json.dumps({
-            **state, "added_tokens": [], "post_processor": None, "truncation": None,
-            "padding": None, "model": {**model, "vocab": vocab, "unk_token": None}}))
+        return tokenizers.Tokenizer.from_str(json.dumps(state))
     except Exception as error:  # the package raises nothing narrower
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} is no tokenizer ({reason}): fetch it again") from None
-    _check_text(plain, state, path)
-    size = 1 + max([*vocab.values(), *control.values()])
-    return TextTokenizer(plain, control, size, _no_piece(vocab, f"{path}: the vocabulary"))
 
 
 def _check_kind(model: Any, path: pathlib.Path) -> None:
@@ -157,8 +163,14 @@ def _check_kind(model: Any, path: pathlib.Path) -> None:
 
 
 def _added_tokens(state: Mapping[str, Any], path: pathlib.Path) -> dict[str, int]:
-    control = {}
-    for token in state.get("added_tokens") or ():
+    control: dict[str, int] = {}
+    tokens = state.get("added_tokens") or []
+    if not isinstance(tokens, list):
+        raise ValueError(f"{path}: added_tokens is no list: fetch it again")
+    for token in tokens:
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str):
+            raise ValueError(f"{path}: added token {token!r} is no object with a content: "
+                             "fetch it again")
         name, odd = token["content"], [flag for flag in ("lstrip", "rstrip", "single_word")
                                        if token.get(flag)]
         if odd:
@@ -167,16 +179,41 @@ def _added_tokens(state: Mapping[str, Any], path: pathlib.Path) -> dict[str, int
         if not name.strip():
             raise ValueError(f"{path}: added token {name!r} is plain white space and would have "
                              "to be found in all text: take another model")
-        control[name] = token["id"]
+        i = token.get("id")
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise ValueError(f"{path}: added token {name!r} has the id {i!r}, which is no whole "
+                             "number from 0 on: fetch it again")
+        if control.setdefault(name, i) != i:
+            raise ValueError(f"{path}: added token {name!r} has two ids, {control[name]} and "
+                             f"{i}: leave one of them")
     return control
+
+
+def _check_ids(control: Mapping[str, int], vocab: Mapping[str, int], whole: Any,
+               path: pathlib.Path) -> None:
+    """That each id stands for one thing, and that `whole`, the unchanged file as the package
+    loads it, has the same. It counts on from the vocabulary and reads no ids."""
+    owner: dict[int, str] = {}
+    for name, i in (*vocab.items(), *control.items()):
+        if owner.setdefault(i, name) != name:
+            raise ValueError(f"{path}: {owner[i]!r} and {name!r} both have the id {i}: "
+                             "give each its own")
+    for name, i in control.items():
+        if whole.token_to_id(name) != i:
+            raise ValueError(f"{path}: added token {name!r} has the id {i}, but the tokenizers "
+                             f"package gives it {whole.token_to_id(name)}: leave no gaps "
+                             "between ids, and have vocabulary and added_tokens agree")
 
 
 def _check_listed(control: Mapping[str, int], path: pathlib.Path) -> None:
     """tokenizer_config.json may list added tokens too, and transformers adds what is new."""
-    listed = read_optional(path.parent / "tokenizer_config.json").get("added_tokens_decoder", {})
-    for i, token in listed.items():
+    listed = read_optional(path.parent / "tokenizer_config.json").get("added_tokens_decoder")
+    if not isinstance(listed or {}, dict):
+        raise ValueError(f"{path.parent / 'tokenizer_config.json'}: added_tokens_decoder is no "
+                         "object: fetch it again")
+    for i, token in (listed or {}).items():
         name = token.get("content") if isinstance(token, dict) else token
-        if control.get(name) != int(i):
+        if not isinstance(name, str) or str(control.get(name)) != i:
             raise ValueError(f"{path} has no added token {name!r} with id {i}, which "
                              "tokenizer_config.json lists: take both from one model")
 

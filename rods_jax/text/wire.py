@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from rods_jax.text.habits import check_tools
 from rods_jax.text.template import Template
 from rods_jax.tools.calls import (
     ParsedText, coerce, parse_hermes, parse_llama_json, parse_llama_pythonic)
@@ -39,7 +40,8 @@ def read_calls(wire: Wire, text: str, specs: Mapping[str, ToolSpec], bare_json: 
 
 def guess_wire(template: Template) -> Wire:
     """The wire in which the template itself writes calls. Raises ValueError where that is none
-    of those, or not certain."""
+    of those, or not certain, or where it writes none at all."""
+    check_tools(template.render, (), template.name)
     call = ToolCall("look_up", {"word": "x"})
     spec = ToolSpec(call.name, "", {"type": "object", "properties": {"word": {}}}, "")
     function = {"name": call.name, "arguments": dict(call.arguments)}

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 
 from rods_jax.models import lora
 from rods_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig
+from rods_jax.models.hf.export import check_finite
 from rods_jax.models.hf.files import DTYPES, write_weights
 from rods_jax.models.hf.names import Slot, slots
 from rods_jax.models.hf.publish import check_target, published
@@ -57,13 +58,15 @@ def save_adapter(folder: str | os.PathLike, params: Mapping[str, Any], config: M
     processes all call this; the first one writes. ValueError in one line where adapters and
     config do not fit; OSError where the disk is full or refuses.
     """
-    target = pathlib.Path(folder).absolute()
+    target = pathlib.Path(os.path.abspath(folder))
     check_target(target)
     if config.lora is None:
         raise ValueError("the model's config has no lora: there is no adapter to save")
     lora.check(params, config)
     tensors = {name: tensor for slot in _adapted(config)
                for name, tensor in _to_file(slot, params["layers"])}
+    for name, tensor in tensors.items():
+        check_finite(name, tensor)
     if jax.process_index() == 0:
         with published(target) as draft:
             write_weights(draft / WEIGHTS, tensors)

@@ -42,25 +42,27 @@ MAX_SHARD_BYTES = 5 * 10 ** 9
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """One to be written; read: the array itself, in the file's shape and dtype."""
+    """One to be written; read: the array itself, in the file's shape and dtype. weight: it
+    comes from a parameter."""
 
     name: str
     nbytes: int
     read: Callable[[], np.ndarray]
+    weight: bool = True
 
 
 def export(folder: str | os.PathLike, params: Mapping[str, Any], model: ModelConfig, *,
            source: str | os.PathLike | None = None, family: Family | None = None,
-           dtype: str = "bfloat16", max_shard_bytes: int = MAX_SHARD_BYTES,
+           dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
            max_length: int | None = None,
            beside: Callable[[pathlib.Path], None] | None = None) -> None:
     """Writes `params` to `folder`, which must be empty or not there yet.
 
     source: the Hugging Face folder that the weights came from. The export has its tensor
         names, its dtype for each and its other files (`CARRIED`), byte for byte.
-    family, dtype, max_length: without a source, what config.json says (family None: told
-        from the model) and what all tensors are cast to. max_length: tokens that the model
-        was made for.
+    dtype: what all weights are cast to; None: the source's, bfloat16 without one.
+    family, max_length: without a source, what config.json says. family None: told from the
+        model. max_length: tokens that the model was made for.
     beside: called with the folder before it appears under its name, to add files to it.
     max_shard_bytes: a file holds no more, except where one tensor is larger.
     On several processes all call this; the first one writes.
@@ -70,19 +72,22 @@ def export(folder: str | os.PathLike, params: Mapping[str, Any], model: ModelCon
     nothing is left behind, also when it is interrupted; only a killed process leaves a hidden
     folder, .NAME.*, beside the place.
     """
-    target = pathlib.Path(folder).absolute()
+    target = pathlib.Path(os.path.abspath(folder))
     check_target(target)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}: give a positive number")
+    if dtype is not None and dtype not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES.values())}")
     leaves = _leaves(params, model)
     with contextlib.ExitStack() as stack:
         if source is None:
+            dtype = dtype or "bfloat16"
             files = _new_config(model, family, dtype, max_length)
             tensors = _new_tensors(leaves, model, dtype)
         else:
             weights = stack.enter_context(open_weights(source))
             files = _carried(pathlib.Path(source), weights, model, family)
-            tensors = _tensors_of_source(leaves, model, weights)
+            tensors = _tensors_of_source(leaves, model, weights, dtype)
         _multiprocess_barrier("hf_export_begin")
         draft = stack.enter_context(published(target)) if jax.process_index() == 0 else None
         _write_shards(draft, _shards(tensors, max_shard_bytes))
@@ -119,8 +124,6 @@ def _new_config(model: ModelConfig, family: Family | None, dtype: str,
     if family is None:  # what tells the three apart
         family = (Family.QWEN3 if model.qk_norm else
                   Family.QWEN2 if model.qkv_bias else Family.LLAMA)
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES.values())}")
     # The older spelling of the key, which newer readers know as well.
     config = {**to_json(model, Family(family), max_length), "torch_dtype": dtype}
     return {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
@@ -132,8 +135,8 @@ def _new_tensors(leaves, model: ModelConfig, dtype: str) -> list[_Tensor]:
 
 
 def _carried(source: pathlib.Path, weights: Weights, model: ModelConfig,
-             family: Family | None) -> dict[str, pathlib.Path]:
-    """The files to copy, by their name in the export."""
+             family: Family | None) -> dict[str, bytes | pathlib.Path]:
+    """The files to copy, or their content, by their name in the export."""
     config = read_config(source)
     if family is not None and config.family is not family:
         raise ValueError(f"{source} is of the family {config.family.value}, not "
@@ -141,10 +144,16 @@ def _carried(source: pathlib.Path, weights: Weights, model: ModelConfig,
     check_same_model(model, config.model, str(source))
     check_tensors(weights, config.model)
     found = (path for pattern in CARRIED for path in source.glob(pattern) if path.is_file())
-    return {str(path.relative_to(source)): path for path in sorted(found)}
+    files = {str(path.relative_to(source)): path for path in sorted(found)}
+    # As it was when it was checked, whatever becomes of the file until the weights are written.
+    content = (source / "config.json").read_bytes()
+    if json.loads(content) != config.raw:
+        raise ValueError(f"{source / 'config.json'} changed while it was read: try again")
+    return files | {"config.json": content}
 
 
-def _tensors_of_source(leaves, model: ModelConfig, weights: Weights) -> list[_Tensor]:
+def _tensors_of_source(leaves, model: ModelConfig, weights: Weights,
+                       dtype: str | None) -> list[_Tensor]:
     placed = places(model)
     tensors = []
     for name in [*placed, *sorted(weights.tensors.keys() - placed.keys())]:
@@ -155,9 +164,9 @@ def _tensors_of_source(leaves, model: ModelConfig, weights: Weights) -> list[_Te
             slot, layer = placed[name]
         else:  # a table that no parameter is made from
             nbytes = weights.read(name).nbytes
-            tensors.append(_Tensor(name, nbytes, functools.partial(weights.read, name)))
+            tensors.append(_Tensor(name, nbytes, functools.partial(weights.read, name), False))
             continue
-        tensors.append(_from_leaf(name, leaves, slot, layer, DTYPES[stored.dtype]))
+        tensors.append(_from_leaf(name, leaves, slot, layer, dtype or DTYPES[stored.dtype]))
     return tensors
 
 
@@ -214,10 +223,8 @@ def _write_shards(draft: pathlib.Path | None, shards: list[list[_Tensor]]) -> No
             array = tensor.read()
             if draft is None:
                 continue
-            if not np.isfinite(array).all():
-                raise ValueError(f"tensor {tensor.name} holds values that are not finite in "
-                                 f"{array.dtype}: " + ("choose bfloat16" if array.dtype ==
-                                 np.float16 else "the training that made it diverged"))
+            if tensor.weight:
+                check_finite(tensor.name, array)
             arrays[tensor.name] = array
         if draft is not None:
             write_weights(draft / file, arrays)
@@ -225,6 +232,14 @@ def _write_shards(draft: pathlib.Path | None, shards: list[list[_Tensor]]) -> No
     if draft is not None and len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         write_index(draft / INDEX, home, total)
+
+
+def check_finite(name: str, array: np.ndarray) -> None:
+    """ValueError for a weight that no program could use."""
+    if not np.isfinite(array).all():
+        raise ValueError(f"tensor {name} holds values that are not finite in {array.dtype}: "
+                         + ("name bfloat16 or float32 as dtype" if array.dtype == np.float16
+                            else "the training that made it diverged"))
 
 
 def _write_file(path: pathlib.Path, content: bytes | pathlib.Path) -> None:

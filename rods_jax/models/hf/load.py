@@ -30,7 +30,7 @@ def load(folder: str | os.PathLike, dtype: str | None = None, mesh: Mesh | None 
     """(config, params): jax arrays in the tree of `decoder.init_params`.
 
     dtype: "float32", "bfloat16" or "float16" casts every parameter, on the device; None keeps
-        each parameter's own from the file.
+        each parameter's own from the file, or where its layers differ one that holds all.
     mesh: where the parameters go, by `rules`; None leaves them on the default device. On
         several processes all call this with a folder that all can read; each reads no more
         than the pieces of its own devices (and, where a tied model repeats its head, both).
@@ -59,16 +59,10 @@ def load(folder: str | os.PathLike, dtype: str | None = None, mesh: Mesh | None 
 
 
 def _own_dtype(weights: Weights, slot: Slot, model: ModelConfig) -> str:
-    """The file's dtype of a parameter, in whose tensors it must be the same."""
+    """The file's dtype of a parameter; where its layers differ, one that holds all of them."""
     names = [slot.name(layer) for layer in range(model.n_layers if slot.stacked else 1)]
-    first = weights.tensors[names[0]].dtype
-    for name in names[1:]:
-        stored = weights.tensors[name]
-        if stored.dtype != first:
-            raise ValueError(f"tensor {name} in {stored.file} is {stored.dtype}, {names[0]} is "
-                             f"{first}: the layers of one parameter share a dtype, so name the "
-                             "dtype to cast to")
-    return DTYPES[first]
+    found = [jnp.dtype(DTYPES[weights.tensors[name].dtype]) for name in names]
+    return functools.reduce(jnp.promote_types, found).name
 
 
 def _shardings(model: ModelConfig, dtypes, mesh: Mesh | None,

@@ -12,10 +12,14 @@ from collections.abc import Iterator
 
 def check_target(target: pathlib.Path) -> None:
     """ValueError unless `target` is an empty folder or not there yet."""
+    if target.is_symlink():
+        raise ValueError(f"{target} is a link: name a new folder")
+    if os.path.ismount(target):
+        raise ValueError(f"{target} is where a disk is mounted: name a folder inside it")
     if target.is_dir():
         if any(target.iterdir()):
             raise ValueError(f"{target} is not empty: name a new folder or empty this one")
-    elif target.exists() or target.is_symlink():
+    elif target.exists():
         raise ValueError(f"{target} exists and is not a folder: name a new folder")
 
 

@@ -16,6 +16,7 @@ help:
 	@echo "make test           the tests, a few minutes; installs what they need"
 	@echo "make test-slow      the tests that take minutes each"
 	@echo "make bfcl-smollm2   SmolLM2-135M on the BFCL multi-turn tasks"
+	@echo "make models/smollm2 SmolLM2-135M as a Hugging Face folder"
 	@echo "make venv           only install, into $(VENV)"
 	@echo "make clean          remove $(VENV) and caches; runs/ stays"
 	@echo
@@ -56,6 +57,10 @@ test-slow: $(VENV)/test.stamp
 
 bfcl-smollm2: $(VENV)/smollm2.stamp
 	$(PY) -m experiments.train --config configs/bfcl_smollm2.py
+
+# A model's folder as configs/hf_lora.py takes one.
+models/smollm2: $(VENV)/smollm2.stamp
+	$(PY) -m experiments.export --config configs/bfcl_smollm2.py --out $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .hypothesis .jax_cache build *.egg-info

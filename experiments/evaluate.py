@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
                                         description=__doc__)
     arguments.add_argument("--config", required=True, help="the config of the run")
     arguments.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE")
-    arguments.add_argument("--checkpoint", required=True, type=pathlib.Path, metavar="DIR")
+    arguments.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR",
+                           help="default: the policy before training")
     arguments.add_argument("--split", choices=SPLITS, default="held_in")
     arguments.add_argument("--official", action="store_true", help="BFCL's checker and rules")
     arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
@@ -46,13 +47,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.official:
         config = official(config)
     path = args.checkpoint
-    step, host = checkpoint.read_host(path)
+    step, host = checkpoint.read_host(path) if path else (0, None)
     print(json.dumps(startup.start(config.platform)), flush=True)
     found = evaluate_checkpoint(config, path, host, args.split)
     if args.json != "-":
         print(table(step, args.split, found))
     if args.json:
-        write_json(args.json, {"step": step, "split": args.split, "checkpoint": str(path), **found})
+        write_json(args.json, {"step": step, "split": args.split, "checkpoint": str(path) if path else None,
+                               **found})
 
 
 def official(config: RunConfig) -> RunConfig:
@@ -62,19 +64,20 @@ def official(config: RunConfig) -> RunConfig:
         engine=EngineConfig(max_steps=MAX_STEPS, malformed_ends_turn=True, score_cut_turn=True))
 
 
-def evaluate_checkpoint(config: RunConfig, path: pathlib.Path, host: dict,
+def evaluate_checkpoint(config: RunConfig, path: pathlib.Path | None, host: dict | None,
                         split_name: str) -> dict[str, dict]:
     """{"sampled": ..., "greedy": ...}, each the fields of an EvalResult."""
     from rods_jax.evaluate import evaluate_ways  # after the platform is settled
     from rods_jax.policy import build, restored, split
     from rods_jax.rollout.engine import Engine
     from rods_jax.train import FREE_OF_WEIGHTS, check_config
-    check_config(path, host, config, ("policy",), FREE_OF_WEIGHTS)
+    if path:
+        check_config(path, host, config, ("policy",), FREE_OF_WEIGHTS)
     parts = build(config)
     counts = {"train": config.tasks.seeds, "held_in": config.tasks.held_in,
               "new_structures": max(1, config.tasks.held_in // 2)}
     tasks = split(parts.suite, split_name, counts[split_name])
-    params = restored(parts, config.policy, path)
+    params = restored(parts, config.policy, path) if path else parts.params
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
     engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
     try:

@@ -116,6 +116,11 @@ def to_json(value: Any) -> Json:
 def _run_config_file(file: str) -> Any:
     if not os.path.isfile(file):
         raise ConfigError(f"{file}: no such config file; {_nearby_files(file)}")
+    if file.endswith(".json"):  # what a run has written of its own config
+        values = read_json(file, "give the config.json of a run, or a .py with get_config()")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{file}: holds no object; give the config.json of a run")
+        return values
     spec = importlib.util.spec_from_file_location("_config_file", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file}: not a Python file; a config is a .py with get_config()")

@@ -179,6 +179,7 @@ def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
     from rods_jax.models.hf.load import load
     from rods_jax.text.chat import chat_format
     from rods_jax.text.tokenizer import tokenizer_from_json
+    _check_folder(pathlib.Path(policy.path))
     if policy.chat is Chat.HERMES:
         chat = _hermes(tokenizer_from_json(policy.path), policy, spec)
     else:
@@ -190,6 +191,18 @@ def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
         raise UserError(f"{policy.path}: its tokenizer has {chat.vocab_size} tokens, its model "
                         f"only {found.model.vocab_size}; they are not of one model")
     return Parts(suite, chat, Decoder(_computed(found.model, policy)), params)
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+    """UserError for what is no model's folder."""
+    if not folder.is_dir():
+        raise UserError(f"policy.path {folder} is no folder: give one with a model's files; one of "
+                        "the hub is fetched by `hf download NAME --local-dir FOLDER`")
+    if not (folder / "config.json").is_file():
+        adapter = (folder / "adapter_config.json").is_file()
+        raise UserError(f"policy.path {folder} holds "
+                        + ("an adapter, not a model: give the folder of the model it belongs to"
+                           if adapter else "no config.json: give the folder of a whole model"))
 
 
 def _computed(model: ModelConfig, policy: PolicyConfig) -> ModelConfig:

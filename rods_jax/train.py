@@ -378,7 +378,7 @@ def check_config(path: pathlib.Path, host: Json, config: RunConfig,
         if theirs.get(field) != mine.get(field):
             raise UserError(f"{path}: was written with another config.{field} "
                             f"({_first_difference(theirs.get(field), mine.get(field))}); give "
-                            "the run's own config or start a new folder")
+                            "the run's own settings, as --config with its config.json does")
 
 
 def _without(values: dict[str, Json], fields: Iterable[str]) -> dict[str, Json]:
@@ -420,6 +420,8 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
     if before is None:
+        print(f"evaluating {len(run.held_in) + len(run.new_structures)} tasks before training",
+              flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))
         write_json(folder / "before.json", before)
     progress = Progress(config.steps, start=run.step)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rods_jax import config
+from rods_jax.run_config import RunConfig
 
 
 class Colour(enum.Enum):
@@ -282,3 +283,16 @@ def test_a_check_of_values_names_the_override_that_it_is_about(tmp_path, given, 
     with pytest.raises(config.ConfigError) as error:
         config.load(file, ["most=4"], Whole)
     assert line(error).startswith(f"{file}: inner: count is -1")
+
+
+def test_a_runs_own_json_is_a_config(tmp_path):
+    run = config.load("configs/bfcl_smollm2.py", ["policy.lora.rank=4"], RunConfig)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_json(run)))
+    assert config.load(path, [], RunConfig) == run
+    assert config.load(path, ["steps=7"], RunConfig) == dataclasses.replace(run, steps=7)
+    for text, words in (("{", "is not JSON"), ("[]", "holds no object"),
+                        ('{"seed": 0, "steps": 1, "stepz": 2}', "stepz")):
+        path.write_text(text)
+        with pytest.raises(config.UserError, match=words):
+            config.load(path, [], RunConfig)

@@ -373,3 +373,25 @@ def test_adapters_lie_as_their_weights_do():
     assert got["down_lora_b"] == P(None, None, "fsdp")
     with pytest.raises(ValueError, match="down_lora_a: axis lora of size 3 does not divide"):
         param_shardings(shapes(TOY), mesh, ShardingRules(lora="tensor"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_rounding_loses_is_the_error_of_merging(dtype):
+    config = dataclasses.replace(TOY, lora=LoraConfig("q_proj|down_proj", rank=2, alpha=1.0))
+    params = init_params(config, jax.random.key(0))
+    layers = params["layers"]
+    assert lora.rounding_loss(params, config) is None  # B is 0
+    for name in ("q", "down"):
+        layers[name] = layers[name].astype(dtype)
+        shape = layers[name + "_lora_b"].shape
+        layers[name + "_lora_b"] = 1e-2 * jax.random.normal(jax.random.key(1), shape)
+    merged = lora.merged(params, config)["layers"]
+    error = size = 0.0
+    for name, axes in (("q", "ldr,lrhk->ldhk"), ("down", "lfr,lrd->lfd")):
+        a, b, w = (np.asarray(layers[name + part], np.float64) for part in ("_lora_a", "_lora_b", ""))
+        added = 0.5 * np.einsum(axes, a, b)
+        error += ((np.asarray(merged[name], np.float64) - w - added) ** 2).sum()
+        size += (added ** 2).sum()
+    lost = lora.rounding_loss(params, config)
+    assert lost == pytest.approx((error / size) ** 0.5, rel=1e-2, abs=1e-4)
+    assert (lost > 1e-2) == (dtype == "bfloat16") or dtype == "float16"

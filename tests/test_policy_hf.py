@@ -187,11 +187,40 @@ def test_the_export_is_the_trained_policy(model, played, tmp_path, capsys):
     assert np.abs(logits(before.model, base) - wanted).max() > 1e-3
 
 
-def test_evaluation_reads_the_adapters(model, played, capsys):
-    evaluation.main([*arguments(model), "--checkpoint", str(played[0]), "--json", "-"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+def test_evaluation_reads_the_adapters_or_nothing_trained(played, capsys):
+    """With the run's own config.json no setting has to be said again."""
+    own = ["--config", str(played[0] / "config.json"), "--json", "-"]
     summary = json.loads((played[0] / "summary.json").read_text())
-    assert found["sampled"]["progress"] == summary["after"]
+    for more, when in ((["--checkpoint", str(played[0])], "after"), ([], "before")):
+        evaluation.main([*own, *more])
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["sampled"] == summary["evaluations"][when]["held_in_sampled"]
+
+
+def test_what_rounding_takes_from_merged_adapters_is_said(model, played, tmp_path, capsys):
+    own = ["--config", str(played[0] / "config.json")]
+    exporting.main([*own, "--out", str(tmp_path / "base"), "--json", "-"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["adapters_lost"] is None
+    own += ["--checkpoint", str(played[0]), "--json", "-"]
+    lost = {}
+    for dtype in ("bfloat16", "float32"):
+        exporting.main([*own, "--out", str(tmp_path / dtype), "--dtype", dtype])
+        lost[dtype] = json.loads(capsys.readouterr().out.splitlines()[-1])["adapters_lost"]
+    rounded, whole = (load(tmp_path / dtype)[1]["layers"]["q"] for dtype in lost)
+    base = np.asarray(load(model)[1]["layers"]["q"], np.float32)
+    assert whole.dtype == np.float32 and rounded.dtype == "bfloat16"
+    missed = np.linalg.norm(np.asarray(rounded, np.float32) - whole) / np.linalg.norm(whole - base)
+    assert lost["float32"] < 1e-4 and 1e-3 < missed < 1
+    assert lost["bfloat16"] == pytest.approx(missed, rel=0.5)  # q is one of two weights
+    assert "keeps it" in exporting.of_adapters(0.9) and "add nothing" in exporting.of_adapters(None)
+    with pytest.raises(UserError, match="without --checkpoint the adapters are untrained"):
+        exporting.main([*own[:2], "--adapter", "--out", str(tmp_path / "no")])
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter, not a model"):
+        run(tmp_path, tmp_path / "out")
 
 
 def test_all_weights_train_without_lora(model, tmp_path):
@@ -209,7 +238,7 @@ def test_all_weights_train_without_lora(model, tmp_path):
 
 @pytest.mark.parametrize("sets, words", [
     ({"policy.path": ""}, "do not go together"),
-    ({"policy.path": "nowhere"}, "nowhere is no folder"),
+    ({"policy.path": "nowhere"}, "policy.path nowhere is no folder: .*hf download"),
     ({"policy.source": "compact", "policy.path": ""}, "lora needs weights"),
     ({"policy.lora": {"targets": "lm_head"}}, "lm_head"),
     ({"policy.shots": 3}, "shots has no effect with source hf and chat model"),

@@ -424,7 +424,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
               flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))
         write_json(folder / "before.json", before)
-    progress = Progress(config.steps, start=run.step)
+    progress, learned = Progress(config.steps, start=run.step), True
     with MetricWriter(folder / "metrics.jsonl", run.step - 1 if resume else -1) as writer, \
             CompileCounter() as compiles:
         while run.step < config.steps:
@@ -437,6 +437,11 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
                 metrics |= {"held_in_progress": found.progress, "held_in_success": found.success}
             writer.write(step, metrics)
             progress.update(run.step, metrics)
+            if learned and metrics["dead_share"] == 1:
+                print(f"step {run.step}: the rollouts of every task got equal rewards, so nothing "
+                      "was learned; if that goes on: more rollouts a task (group_size), longer "
+                      "messages (sampler.max_new), worked examples (policy.shots)", flush=True)
+                learned = False
             if config.checkpoint_every and run.step % config.checkpoint_every == 0 \
                     and run.step < config.steps:
                 run.save()

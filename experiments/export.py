@@ -23,7 +23,7 @@ from typing import Any
 
 from rods_jax import checkpoint, startup
 from rods_jax.config import UserError, load, run_main, write_json
-from rods_jax.models.hf.publish import check_target
+from rods_jax.models.hf.publish import free_target
 from rods_jax.run_config import PolicySource, RunConfig
 
 
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.checkpoint and args.checkpoint.absolute() in args.out.absolute().parents:
         raise UserError(f"--out {args.out} lies within --checkpoint {args.checkpoint}, which "
                         "holds what the run needs: name a place of its own")
-    check_target(pathlib.Path(os.path.abspath(args.out)))  # before anything is loaded
+    free_target(args.out)  # before anything is loaded
     step, host = checkpoint.read_host(args.checkpoint) if args.checkpoint else (0, None)
     print(json.dumps(startup.start(config.platform)), flush=True)
     result = {"step": step, "out": str(args.out), **export(config, args, host)}

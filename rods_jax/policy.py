@@ -15,7 +15,7 @@ import numpy as np
 from rods_jax import checkpoint
 from rods_jax.config import UserError
 from rods_jax.models import lora
-from rods_jax.models.config import ModelConfig
+from rods_jax.models.config import CHOICES, ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.run_config import Chat, PolicyConfig, PolicySource, RunConfig
 from rods_jax.text.compact import CompactFormat
@@ -93,9 +93,8 @@ def model_files(policy: PolicyConfig) -> dict[str, str]:
 def model_shape(model: ModelConfig) -> dict[str, Any]:
     """Of a model's config what decides its numbers, as JSON; how they are computed is left
     out."""
-    how = ("compute_dtype", "remat", "attention", "scan_unroll", "lora")
     return {name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(model).items() if name not in how}
+            for name, value in dataclasses.asdict(model).items() if name not in CHOICES}
 
 
 def check_model(policy: PolicyConfig, model: ModelConfig, frozen: Any,
@@ -107,11 +106,11 @@ def check_model(policy: PolicyConfig, model: ModelConfig, frozen: Any,
         if now.get(name) != then.get(name):
             raise UserError(f"{pathlib.Path(policy.path) / name}: is not what it was when "
                             f"{path} was trained; bring back the model that the run began with")
+    shape = model_shape(model)
     for name, value in host.get("model", {}).items():
-        if value != model_shape(model)[name]:
+        if value != shape[name]:
             raise UserError(f"{path}: was trained with a model whose {name} is {value}, now it is "
-                            f"{model_shape(model)[name]}; bring back the one that the run began "
-                            "with")
+                            f"{shape[name]}; bring back the one that the run began with")
     if frozen is not None and host.get("frozen") != checkpoint.fingerprint(frozen):
         raise UserError(f"{path}: its adapters were trained over other weights than "
                         "policy.path now holds; bring back the model that the run began with")

@@ -14,6 +14,10 @@ PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
                "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
+# Fields of a ModelConfig that say how a model is computed or trained, not which model it is.
+CHOICES = ("compute_dtype", "remat", "attention", "scan_unroll", "lora")
+
+
 class Remat(str, enum.Enum):
     """What a layer keeps for the backward pass; the rest is computed again."""
 

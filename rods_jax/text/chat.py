@@ -96,10 +96,11 @@ class TemplateFormat:
             return guard
         guard = Guard(self.tokenizer, tags, enclosed=True)
         try:
-            if not habits.encloses(self.render, guard, system):
-                return guard
-        except ValueError:
-            pass  # it looks up a key that is now shown as something else
+            apart = not habits.encloses(self.render, guard, system)
+        except ValueError:  # it looks up a key that is now shown as something else
+            apart = False
+        if apart:
+            return guard
         raise ValueError(f"{self.template.name} makes control tokens of names and keys, so they "
                          "cannot be kept apart from text: take another template")
 

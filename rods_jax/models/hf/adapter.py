@@ -24,7 +24,7 @@ from rods_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig
 from rods_jax.models.hf.export import check_finite
 from rods_jax.models.hf.files import DTYPES, write_weights
 from rods_jax.models.hf.names import Slot, slots
-from rods_jax.models.hf.publish import check_target, published
+from rods_jax.models.hf.publish import free_target, published
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -58,8 +58,7 @@ def save_adapter(folder: str | os.PathLike, params: Mapping[str, Any], config: M
     processes all call this; the first one writes. ValueError in one line where adapters and
     config do not fit; OSError where the disk is full or refuses.
     """
-    target = pathlib.Path(os.path.abspath(folder))
-    check_target(target)
+    target = free_target(folder)
     if config.lora is None:
         raise ValueError("the model's config has no lora: there is no adapter to save")
     lora.check(params, config)

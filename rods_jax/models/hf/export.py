@@ -29,7 +29,7 @@ from rods_jax.models.hf.files import (DTYPES, INDEX, WEIGHTS, Weights, open_weig
 from rods_jax.models.hf.load import file_sharding, on_devices
 from rods_jax.models.hf.match import check_same_model, check_tensors
 from rods_jax.models.hf.names import EMBED, HEAD, Slot, places, slots
-from rods_jax.models.hf.publish import check_target, published
+from rods_jax.models.hf.publish import free_target, published
 from rods_jax.models.sharding import replicated
 
 # What goes from the source folder into the export as it is.
@@ -72,8 +72,7 @@ def export(folder: str | os.PathLike, params: Mapping[str, Any], model: ModelCon
     nothing is left behind, also when it is interrupted; only a killed process leaves a hidden
     folder, .NAME.*, beside the place.
     """
-    target = pathlib.Path(os.path.abspath(folder))
-    check_target(target)
+    target = free_target(folder)
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}: give a positive number")
     if dtype is not None and dtype not in DTYPES.values():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from rods_jax.models.config import ModelConfig
+from rods_jax.models.config import CHOICES, ModelConfig
 from rods_jax.models.hf.files import DTYPES, Weights
 from rods_jax.models.hf.names import EMBED, HEAD, is_computed, places, slots
 
 # How a pass is computed, and what lies beside the weights: no part of a checkpoint.
-_CHOICES = ("compute_dtype", "remat", "attention", "lora", "scan_unroll")
 _BLOCK_BYTES = 16 * 2 ** 20
 
 
@@ -53,7 +52,7 @@ def check_same_model(model: ModelConfig, of_source: ModelConfig, source: str) ->
     Floats may differ by rounding: other file formats keep them in float32."""
     for field in dataclasses.fields(ModelConfig):
         ours, theirs = getattr(model, field.name), getattr(of_source, field.name)
-        if field.name not in _CHOICES and not _close(ours, theirs):
+        if field.name not in CHOICES and not _close(ours, theirs):
             raise ValueError(f"{source} is another model: its {field.name} is {theirs}, that of "
                              f"these weights {ours}")
 

@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Iterator
 
 
-def check_target(target: pathlib.Path) -> None:
-    """ValueError unless `target` is an empty folder or not there yet."""
+def free_target(folder: str | os.PathLike) -> pathlib.Path:
+    """The absolute path; ValueError unless it is an empty folder or not there yet."""
+    target = pathlib.Path(os.path.abspath(folder))
     if target.is_symlink():
         raise ValueError(f"{target} is a link: name a new folder")
     if os.path.ismount(target):
@@ -21,6 +22,7 @@ def check_target(target: pathlib.Path) -> None:
             raise ValueError(f"{target} is not empty: name a new folder or empty this one")
     elif target.exists():
         raise ValueError(f"{target} exists and is not a folder: name a new folder")
+    return target
 
 
 @contextlib.contextmanager

@@ -7,9 +7,12 @@ PIP := $(PY) -m pip --disable-pip-version-check -q
 BFCL := bfcl-eval==2026.3.23 mpmath
 TEMPLATES := trl==1.16.0
 MODELS := ^(gguf|tokenizers|safetensors|jinja2)
+BENCH := .venv-bench
+BENCH_TRANSFORMERS := ^(torch|transformers)=
+BENCH_TUNIX := ^(google-tunix|jax|jaxlib|flax)=
 JOBS ?= 2
 
-.PHONY: help venv quickstart test test-slow bfcl-smollm2 clean
+.PHONY: help venv quickstart test test-slow bfcl-smollm2 bench-peers clean
 
 help:
 	@echo "make quickstart     train a small policy and its baseline on the CPU, with curves"
@@ -18,7 +21,8 @@ help:
 	@echo "make bfcl-smollm2   SmolLM2-135M on the BFCL multi-turn tasks"
 	@echo "make models/smollm2 SmolLM2-135M as a Hugging Face folder"
 	@echo "make venv           only install, into $(VENV)"
-	@echo "make clean          remove $(VENV) and caches; runs/ stays"
+	@echo "make bench-peers    transformers and tunix, for python -m experiments.bench rollout"
+	@echo "make clean          remove $(VENV), $(BENCH) and caches; runs/ stays"
 	@echo
 	@echo "PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), JOBS=$(JOBS)"
 
@@ -62,6 +66,18 @@ bfcl-smollm2: $(VENV)/smollm2.stamp
 models/smollm2: $(VENV)/smollm2.stamp
 	$(PY) -m experiments.export --config configs/bfcl_smollm2.py --out $@
 
+# Two environments, since what the two need clashes.
+bench-peers: $(BENCH)/transformers.stamp $(BENCH)/tunix.stamp
+
+$(BENCH)/transformers.stamp: PACKAGES = $(BENCH_TRANSFORMERS)
+$(BENCH)/tunix.stamp: PACKAGES = $(BENCH_TUNIX)
+
+$(BENCH)/%.stamp: requirements-bench.txt | $(VENV)/base.stamp
+	@test -x $(BENCH)/$*/bin/python || $(PY) -m venv $(BENCH)/$*
+	$(BENCH)/$*/bin/python -m pip --disable-pip-version-check -q install \
+	  $$(grep -E '$(PACKAGES)' requirements-bench.txt)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .hypothesis .jax_cache build *.egg-info
+	rm -rf $(VENV) $(BENCH) .pytest_cache .hypothesis .jax_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,8 +22,9 @@ def get_config() -> ConfigDict:
                     slots=16),
         warm_start=dict(traces=150, wordings=16, passes=48, batches=10, rows=4, lr=2e-3,
                         weight_decay=0.3, hide=0.15),
-        sampler=dict(slots=64, max_len=192, prompt_len=64, chunk=16, max_new=16,
-                     prefill_groups=2, cache_buckets=(64, 112), straggler_share=0.15),
+        sampler=dict(slots=64, max_len=192, prompt_len=64, max_new=16, sharers=16, prompts=6,
+                     prefill=((2, 64),), extend=((64, 16),), page=64, prompt_page=64,
+                     wave_pages=(0.5,), straggler_share=0.15),
         engine=dict(max_steps=6),
         # Hot rollouts: a policy sure of its errors shows GRPO nothing to choose from.
         update=dict(temperature=1.4),

@@ -70,6 +70,7 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path | None, host: dict
     from rods_jax.evaluate import evaluate_ways  # after the platform is settled
     from rods_jax.policy import build, restored, split
     from rods_jax.rollout.engine import Engine
+    from rods_jax.rollout.weights import make_weights
     from rods_jax.train import FREE_OF_WEIGHTS, check_config
     if path:
         check_config(path, host, config, ("policy",), FREE_OF_WEIGHTS)
@@ -78,8 +79,10 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path | None, host: dict
               "new_structures": max(1, config.tasks.held_in // 2)}
     tasks = split(parts.suite, split_name, counts[split_name])
     params = restored(parts, config.policy, path) if path else parts.params
+    decoder, weights = make_weights(parts.decoder, config.rollout_weights)
+    params, _ = weights.publish(params)
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
-    engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
+    engine = Engine(decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
     try:
         found = evaluate_ways(engine, params, tasks, config.seed, config.eval.greedy)
     finally:

@@ -13,7 +13,8 @@ from rods_jax.grpo.optimizer import OptimizerConfig
 from rods_jax.grpo.update import UpdateConfig
 from rods_jax.models.config import Attention, LoraConfig, ModelConfig, Remat
 from rods_jax.rollout.engine import EngineConfig
-from rods_jax.rollout.sampler import SamplerConfig
+from rods_jax.rollout.shapes import SamplerConfig
+from rods_jax.rollout.weights import Precision
 from rods_jax.startup import Platform
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.task_pool import PoolConfig
@@ -186,7 +187,8 @@ class RunConfig:
     synthesis_on: False is the static baseline, whatever the stages say.
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
-    paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end."""
+    paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end.
+    rollout_weights: what training and evaluation roll out with, see rollout/weights.py."""
 
     seed: int
     steps: int
@@ -200,6 +202,7 @@ class RunConfig:
     warm_start: WarmStartConfig | None = None
     sampler: SamplerConfig = SamplerConfig()
     engine: EngineConfig = EngineConfig()
+    rollout_weights: Precision = Precision.TRAINED
     workers: HostConfig = HostConfig()
     update: UpdateConfig = UpdateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -233,6 +236,12 @@ class RunConfig:
         if self.pool.capacity < self.tasks.seeds:
             raise ValueError(f"pool.capacity {self.pool.capacity} is below tasks.seeds "
                              f"{self.tasks.seeds}: raise it to seeds + p_max")
-        if self.group_size > self.sampler.slots:
-            raise ValueError(f"group_size {self.group_size} exceeds sampler.slots "
-                             f"{self.sampler.slots}: raise slots")
+        if self.sampler.keep.on:
+            raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
+                             "the whole distribution: leave them at 0 and 1, or evaluate with "
+                             "--set sampler.top_p=... alone")
+        if self.rollout_weights is not Precision.TRAINED \
+                and self.update.loss.truncated_importance is None:
+            raise ValueError(f"rollout_weights is {self.rollout_weights.value}, so the sampler's "
+                             "log-probs are not the trainer's own: set "
+                             "update.loss.truncated_importance, to 2.0 for one")

@@ -26,10 +26,11 @@ from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo.batch import BatchShape, pack
-from rods_jax.grpo.update import init_state, make_optimizer, make_update, policy_params
+from rods_jax.grpo.update import init_state, make_optimizer, make_update
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, check_model, model_files, model_shape, split, trained
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
+from rods_jax.rollout.weights import make_weights
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.task_pool import Origin
@@ -88,7 +89,8 @@ class Run:
         self.parts = build(config)
         suite = self.parts.suite
         self.host = make_host(suite, config.tasks.spec(), config.workers)
-        self.engine = Engine(self.parts.decoder, config.sampler, config.engine, self.parts.chat,
+        decoder, self.weights = make_weights(self.parts.decoder, config.rollout_weights)
+        self.engine = Engine(decoder, config.sampler, config.engine, self.parts.chat,
                              suite, self.host)
         self.table = TaskTable(lambda task: make_prompt(task, suite, self.parts.chat))
         self.held_in = split(suite, "held_in", config.tasks.held_in)
@@ -108,8 +110,7 @@ class Run:
                   "the held-in tasks have a sibling among the seeds", flush=True)
         # What cannot be played is to be found before hours went into a warm start.
         self.engine.check([make_prompt(task, suite, self.parts.chat)
-                           for task in [*self.seeds, *self.held_in, *self.new_structures]],
-                          config.group_size)
+                           for task in [*self.seeds, *self.held_in, *self.new_structures]])
 
         params = jax.tree.map(jnp.asarray, self.parts.params)
         if config.warm_start is not None:
@@ -138,6 +139,16 @@ class Run:
         self._admit(self.seeds)
         self.synthesizer = Synthesizer(suite, config.synthesis, config.seed, self.guard,
                                        {t.content_hash for t in [*self.seeds, *self.held_in]})
+
+    def warm_up(self) -> int:
+        """Compiles what later steps may be the first to use; how many are the rollouts'."""
+        params, _ = self.weights.publish(self.train.params, self.train.frozen)
+        self.programs.unseen(self.pool, self.epoch_start, np.ones(len(CATEGORIES), bool))
+        self.programs.retire(self.pool, self.step)
+        self.programs.revive(self.pool)
+        self.programs.prune(self.pool)
+        self.programs.choose(self.pool, self.key, self.epoch)
+        return self.engine.warm_up(params)
 
     # ------------------------------------------------------------------ the pool's tasks
 
@@ -227,9 +238,10 @@ class Run:
         if not prompts:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
                             "stage: raise tasks.seeds or change the stage")
-        groups, rolled = self.engine.run(policy_params(self.train), prompts, config.group_size,
-                                         rollout_key, config.update.temperature,
-                                         config.tasks.hints)
+        params, publish_s = self.weights.publish(self.train.params, self.train.frozen)
+        groups, rolled = self.engine.run(params, prompts, config.group_size, rollout_key,
+                                         config.update.temperature, config.tasks.hints)
+        del params  # the update needs the room
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
         updates = self._update(groups, rewards_TxG)
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
@@ -244,7 +256,7 @@ class Run:
         self.counters.drifts += rolled.ends.get("drift", 0)
         self.step += 1
         return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
-                             time.perf_counter() - began)
+                             time.perf_counter() - began) | {"publish_s": publish_s}
 
     def _turn_epoch(self, allowed_C: np.ndarray) -> None:
         over = self.step > self.epoch_start and not int(
@@ -305,7 +317,8 @@ class Run:
             "env_errors": self.counters.env_errors, "tool_crashes": self.counters.tool_crashes,
             "drifts": self.counters.drifts, "workers_replaced": self.host.replaced,
             "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
-            "rollout_s": rolled.total_s, "device_s": rolled.device_s, "wall_s": wall_s,
+            "rollout_s": rolled.total_s, "device_s": rolled.device_s, "idle_s": rolled.idle_s,
+            "evicted": rolled.evicted, "wall_s": wall_s,
         }
 
     def close(self) -> None:
@@ -320,8 +333,9 @@ class Run:
     def evaluate(self, greedy: bool) -> dict[str, EvalResult]:
         """Held-in tasks; with `transfer` in the config those of unseen structures too."""
         sets = {"held_in": self.held_in, "new_structures": self.new_structures}
+        params, _ = self.weights.publish(self.train.params, self.train.frozen)
         return {f"{name}_{way}": result for name, tasks in sets.items() if tasks
-                for way, result in evaluate_ways(self.engine, policy_params(self.train), tasks,
+                for way, result in evaluate_ways(self.engine, params, tasks,
                                                  self.config.seed, greedy).items()}
 
     def save(self) -> None:
@@ -419,6 +433,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
         before = read_json(folder / "before.json", "restore it or start a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
+    print(f"{run.warm_up()} programs of the rollouts compiled", flush=True)
     if before is None:
         print(f"evaluating {len(run.held_in) + len(run.new_structures)} tasks before training",
               flush=True)
@@ -428,9 +443,9 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     with MetricWriter(folder / "metrics.jsonl", run.step - 1 if resume else -1) as writer, \
             CompileCounter() as compiles:
         while run.step < config.steps:
-            step = run.step
+            step, seen = run.step, compiles.counts()
             metrics = run.train_step()
-            metrics["compiles"] = compiles.total
+            metrics |= {"compiles": compiles.total, "compiled": compiles.since(seen)}
             every = config.eval.every
             if every and run.step % every == 0 and run.step < config.steps:
                 found = run.evaluate(greedy=False)["held_in_sampled"]

@@ -1,13 +1,13 @@
 """bfcl-eval itself as the reference: result texts of its executor, verdicts of its checker.
 
-The package starts every question on a clean slate (experiments.bench.Package.clean); within
+The package starts every question on a clean slate (experiments.bench.tools.Package.clean); within
 one question it behaves as it does.
 """
 
 import dataclasses
 import functools
 
-from experiments.bench import Entry, Package, entries
+from experiments.bench.tools import Entry, Package, entries
 from rods_jax.types import Task, ToolCall
 
 

@@ -37,6 +37,41 @@ def babbler(seed: int = 0):
     return Decoder(model), params | {"embed": jnp.asarray(embed, jnp.float32)}
 
 
+class Forgetful:
+    """The compact dialogue, but a new turn shows the first prompt and that turn alone."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def clone(self):
+        other = Forgetful(self._inner.clone())
+        other.first = self.first
+        return other
+
+    def prompt(self, turn):
+        self.first = self._inner.prompt(turn)
+        return self.first
+
+    def user(self, turn):
+        return [*self.first, *self._inner.user(turn)]
+
+
+class ForgetfulFormat:
+    rewrites = True
+
+    def __getattr__(self, name):
+        return getattr(CHAT, name)
+
+    def start(self, task, tools):
+        return Forgetful(CHAT.start(task, tools))
+
+
+FORGETFUL = ForgetfulFormat()
+
+
 @dataclasses.dataclass
 class Replay:
     """A dialogue played again from its messages alone."""
@@ -115,7 +150,8 @@ FIELDS = dict(
     tasks=dict(seeds=8, held_in=8),
     policy=dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, slots=8),
     warm_start=dict(traces=16, passes=20, batches=2, rows=4, lr=1e-2),
-    sampler=dict(slots=16, max_len=128, prompt_len=48, chunk=16, max_new=12, prefill_groups=4),
+    sampler=dict(slots=16, max_len=128, prompt_len=48, max_new=12, sharers=4, prompts=6,
+                 extend=((8, 16),)),
     optimizer=dict(lr=1e-3), pool=dict(capacity=32, p_max=16, beta=0.5),
     boundary=dict(alpha_minus=0.02),
     curriculum=dict(stages=(dict(steps=None, reward="progress", synthesis=True),)),

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from experiments import bench
+from experiments.bench import __main__ as cli
+from experiments.bench import tools as bench
 from rods_jax.config import UserError
 from rods_jax.tools import bfcl_data
 from rods_jax.tools.bfcl import BFCLSuite
@@ -103,11 +104,11 @@ def test_both_sides_see_every_task_and_an_invalid_one_ends_the_run(sides, monkey
 
 def test_wrong_input_is_one_line(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="--repeats is 0: give at least 1"):
-        bench.main(["tools", "--repeats", "0"])
+        cli.main(["tools", "--repeats", "0"])
     with pytest.raises(UserError, match="is a folder"):
-        bench.main(["tools", "--json", str(tmp_path)])
+        cli.main(["tools", "--json", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
-        bench.main([])
+        cli.main([])
     assert end.value.code == 2
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: (
@@ -120,5 +121,5 @@ def test_wrong_input_is_one_line(monkeypatch, tmp_path):
 
 
 def test_jax_stays_out_of_the_workers():
-    code = "import sys, experiments.bench; assert not {'jax', 'bfcl_eval'} & set(sys.modules)"
+    code = "import sys, experiments.bench.__main__; assert not {'jax', 'bfcl_eval'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

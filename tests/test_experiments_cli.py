@@ -59,7 +59,10 @@ def train(shell, place, *more):
     ("tasks.held_in=0", ("tasks", "held_in is 0: give 1 or more")),
     ("policy.n_heads=3", ("--set policy.n_heads=3: d_model 32 does not split over 3 heads",)),
     ("policy.n_kv_heads=4", ("--set policy.n_kv_heads=4: n_heads 2 is not a multiple of n_kv_heads 4",)),
-    ("group_size=32", ("group_size 32 exceeds sampler.slots 16: raise slots",)),
+    ("sampler.top_p=0.9", ("sampler.top_k and top_p leave tokens out", "leave them at 0 and 1")),
+    ("sampler.top_k=5", ("sampler.top_k and top_p leave tokens out",)),
+    ("sampler.top_p=0", ("top_p is 0.0: give a number above 0, up to 1",)),
+    ("sampler.page=0", ("--set sampler.page=0: sampler.page is 0, must be at least 1",)),
     ("engine.max_steps=0", ("--set engine.max_steps=0: max_steps is 0",)),
     ("pool.batch_floor=2", ("pool.batch_floor 2", "tasks_per_step 4")),
 ])

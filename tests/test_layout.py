@@ -11,9 +11,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Layers, lowest first. A module may import its own layer and those below, leaves only what
 # their own rule allows. Names stand for the module and all below it.
-HOST = ("rods_jax.types", "rods_jax.tools", "rods_jax.tasks", "rods_jax.text", "rods_jax.rewards")
+HOST = ("rods_jax.types", "rods_jax.tools", "rods_jax.tasks", "rods_jax.text", "rods_jax.rewards",
+        "rods_jax.rollout.pages")
 DEVICE = ("rods_jax.models", "rods_jax.grpo", "rods_jax.boundary", "rods_jax.pool_state",
-          "rods_jax.task_pool", "rods_jax.rollout.sampler")
+          "rods_jax.task_pool", "rods_jax.rollout.shapes", "rods_jax.rollout.draw",
+          "rods_jax.rollout.sampler")
 JOINS = ("rods_jax.rollout", "rods_jax.synthesis")
 TRAIN = ("rods_jax.train",)
 # Reading and writing weights is what these are for.

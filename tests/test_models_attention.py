@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from eight_devices import run_on_eight_devices
+from memory_cases import empty_pages, page_a_row
 from rods_jax.models import attention
 from rods_jax.models.attention import (
     Segments, attend, attend_segments, causal_mask, choose, cudnn, segment_mask, splash)
 from rods_jax.models.config import Attention, ModelConfig, Remat
-from rods_jax.models.decoder import Decoder, Memory, init_params
+from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.models.sharding import batch_sharding, make_mesh
 
 TOY = ModelConfig(vocab_size=20, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
@@ -57,7 +58,7 @@ def value_and_gradients(function, arrays, ids):
 
 
 def by_attend(q, k, v, ids):
-    return attend(q, [(k, v, segment_mask(ids))])
+    return attend(q, k, v, segment_mask(ids))
 
 
 KERNELS = {"splash": functools.partial(splash, interpret=True),
@@ -220,8 +221,7 @@ def test_no_remat_policy_changes_a_gradient(calls, by_kernel, remat):
 def test_memories_and_plain_masks_are_read_by_xla(calls, kind):
     config = dataclasses.replace(TOY, attention=kind)
     ids = jnp.ones((2, LENGTH), jnp.int32)
-    cache = jnp.zeros((2, 2, TOY.n_kv_heads, 4, TOY.head_dim))
-    memory = Memory(cache, cache, jnp.zeros((2, 4), bool))
+    memory = page_a_row(empty_pages(TOY, 2, 4), [0, 0])
 
     def shape(self_mask, *memories):
         return jax.eval_shape(lambda params: Decoder(config).apply(

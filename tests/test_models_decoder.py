@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import models_reference as reference
 import numpy as np
 import pytest
+from memory_cases import empty_pages, page_a_row, remember, written_to
 
 from rods_jax.models.attention import attend, causal_mask, segment_mask
 from rods_jax.models.config import ModelConfig, Remat, llama3_rope_divisors
-from rods_jax.models.decoder import (Decoder, Memory, append, by_layer, count_params,
-                                     init_params, rope_tables, rotate)
+from rods_jax.models.decoder import (
+    Decoder, count_params, forward, init_params, rope_tables, rotate, unrolled, unstacked)
 
 # head_dim is set apart from d_model / n_heads (8).
 TOY = ModelConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=12,
@@ -97,28 +98,23 @@ def test_long_positions_turn_by_the_right_angle():
 
 @functools.partial(jax.jit, static_argnums=0)
 def in_pieces(config, params, ids_BxL):
-    """Prefill of 4 tokens, an extend of 4, then single tokens; hidden states and last memory."""
+    """Prefill of 4 tokens, an extend of 4, then single tokens; logits, and the K/V of all
+    but the first 4 tokens. With unrolled layers each has arrays of its own."""
     decoder, (rows, length) = Decoder(config), ids_BxL.shape
+    layered = unstacked(config, params)
 
-    def run(start, stop, memories=()):
+    def run(start, stop, *memories):
         positions = jnp.broadcast_to(jnp.arange(start, stop), (rows, stop - start))
-        return decoder.apply({"params": params}, ids_BxL[:, start:stop], positions,
-                             causal_mask(stop - start), memories)
-
-    def room(kv, size):
-        k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[3]), (0, 0))) for x in kv)
-        valid = jnp.broadcast_to(jnp.arange(size) < kv[0].shape[3], (rows, size))
-        return by_layer(Memory(k, v, valid), config)
+        return forward(decoder, layered, ids_BxL[:, start:stop], positions,
+                       causal_mask(stop - start), memories)
 
     first, kv = run(0, 4)
-    cache = room(kv, 6)  # two entries of it never become valid
-    second, kv = run(4, 8, (cache,))
-    near = room(kv, length - 4)
+    cache = page_a_row(remember(empty_pages(config, rows, 6), kv, [0] * rows), [4] * rows)
+    second, kv = run(4, 8, cache)
+    near = remember(empty_pages(config, rows, length - 4), kv, [0] * rows)
     hidden = [first, second]
     for i in range(8, length):
-        one, kv = run(i, i + 1, (cache, near))
-        near = append(near, kv, jnp.int32(i - 4))
-        near = near.replace(valid_BxS=near.valid_BxS.at[:, i - 4].set(True))
+        one, near = run(i, i + 1, cache, written_to(near, i - 4))
         hidden.append(one)
     hidden = jnp.concatenate(hidden, 1)
     return decoder.apply({"params": params}, hidden, method="logits"), near
@@ -129,26 +125,65 @@ def test_prefill_extend_and_decode_equal_one_pass(unroll):
     config = dataclasses.replace(TOY, qkv_bias=True, qk_norm=True, scan_unroll=unroll)
     params, ids = noisy_params(config), tokens((3, 10))
     want, (want_k, want_v) = full_pass(config, params, ids)
-    got, near = in_pieces(config, params, ids)
+    got, (k, v) = in_pieces(config, params, ids)
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
-    assert isinstance(near.k, tuple) == (unroll == config.n_layers)
-    np.testing.assert_allclose(np.stack(near.k), want_k[:, :, :, 4:], atol=2e-5)
-    np.testing.assert_allclose(np.stack(near.v), want_v[:, :, :, 4:], atol=2e-5)
+    assert isinstance(k, tuple) == isinstance(v, tuple) == (unroll == config.n_layers)
+    np.testing.assert_allclose(np.stack(k).swapaxes(-1, -2), want_k[:, :, :, 4:], atol=2e-5)
+    np.testing.assert_allclose(np.stack(v), want_v[:, :, :, 4:], atol=2e-5)
+
+
+def test_a_chunk_is_written_into_its_rows():
+    """Several tokens at once in Rows: each sees what is before it and is kept."""
+    params, decoder, ids = noisy_params(TOY), Decoder(TOY), tokens((2, 9))
+    want, (want_k, want_v) = full_pass(TOY, params, ids)
+
+    @jax.jit
+    def run():
+        near, hidden = empty_pages(TOY, 2, 9), []
+        for start, stop in ((0, 4), (4, 9)):
+            positions = jnp.broadcast_to(jnp.arange(start, stop), (2, stop - start))
+            one, near = decoder.apply({"params": params}, ids[:, start:stop], positions, None,
+                                      (written_to(near, start),))
+            hidden.append(one)
+        return decoder.apply({"params": params}, jnp.concatenate(hidden, 1), method="logits"), near
+
+    got, (k, v) = run()
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_allclose(k.swapaxes(-1, -2), want_k, atol=2e-5)
+    np.testing.assert_allclose(v, want_v, atol=2e-5)
+
+
+def test_unstacked_layers_are_those_of_the_stack():
+    params = noisy_params(TOY)
+    assert not unrolled(TOY)
+    jax.tree.map(np.testing.assert_array_equal, unstacked(TOY, params), params)
+    config = dataclasses.replace(TOY, scan_unroll=3)
+    apart = unstacked(config, params)
+    assert unrolled(config) and isinstance(apart["layers"], tuple)
+    together = jax.tree.map(lambda *x: np.stack(x), *apart["layers"])
+    jax.tree.map(np.testing.assert_array_equal, apart | {"layers": together}, params)
+    ids, at = tokens((2, 5)), np.arange(5)[None]
+    got, want = (jax.jit(lambda p: forward(Decoder(config), p, ids, at, causal_mask(5)))(p)
+                 for p in (apart, params))
+    np.testing.assert_allclose(got[0], want[0], atol=1e-5)
+    for mine, stacked in zip(got[1], want[1]):
+        assert isinstance(mine, tuple)
+        np.testing.assert_allclose(np.stack(mine), stacked, atol=1e-5)
 
 
 def test_memories_are_valid_row_by_row():
     params, decoder = noisy_params(TOY), Decoder(TOY)
-    ids, length = tokens((2, 9)), np.array([5, 3])
+    ids, length = tokens((2, 9)), np.array([5, 3], np.int32)
     _, (k, v) = full_pass(TOY, params, ids)
-    k, v = k[:, :, :, :5], v[:, :, :, :5]
+    pages = remember(empty_pages(TOY, 2, 5), (k[:, :, :, :5], v[:, :, :, :5]), [0, 0])
 
     @jax.jit
-    def step(memory):
+    def step(pages):
         hidden, _ = decoder.apply({"params": params}, ids[:, 8:], length[:, None],
-                                  causal_mask(1), (memory,))
+                                  causal_mask(1), (page_a_row(pages, length),))
         return decoder.apply({"params": params}, hidden[:, 0], method="logits")
 
-    got = step(Memory(k, v, jnp.arange(5) < length[:, None]))
+    got = step(pages)
     for b, n in enumerate(length):
         row = np.concatenate([ids[b, :n], ids[b, 8:]])
         want = reference.logits(reference.from_params(params), TOY, row)[-1]
@@ -194,25 +229,16 @@ def draw(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_sources_act_as_one_softmax(queries):
-    """Several sources, some keys masked, 1 or 3 queries: equal to a float64 softmax over
-    the joined allowed keys."""
+def test_attend_is_one_softmax_over_the_keys_of_the_mask():
     rng = np.random.default_rng(0)
-    b, heads, kv, hd, sizes = 2, 4, 2, 6, (5, 1, 4)
-    q = draw(1, b, queries, heads, hd)
-    sources = []
-    for i, s in enumerate(sizes):
-        mask = rng.random((b, queries, s)) < 0.6
-        mask[:, :, 0] |= i == 0
-        sources.append((draw(10 + i, b, kv, s, hd), draw(20 + i, b, kv, s, hd), mask))
-    got = np.asarray(jax.jit(attend)(q, sources))
-    k, v = (np.concatenate([s[i] for s in sources], 2).astype(np.float64) for i in (0, 1))
-    mask = np.concatenate([s[2] for s in sources], 2)
+    b, c, heads, kv, hd = 2, 5, 4, 2, 6
+    q, k, v = draw(1, b, c, heads, hd), draw(2, b, kv, c, hd), draw(3, b, kv, c, hd)
+    mask = (rng.random((b, c, c)) < 0.6) | np.eye(c, dtype=bool)
+    got = np.asarray(jax.jit(attend)(q, k, v, mask))
     for row in range(b):
         for h in range(heads):
-            want = reference.attention(q[row, :, h].astype(np.float64), k[row, h // 2],
-                                       v[row, h // 2], mask[row])
+            want = reference.attention(*(x.astype(np.float64) for x in (
+                q[row, :, h], k[row, h // 2], v[row, h // 2])), mask[row])
             np.testing.assert_allclose(got[row, :, h], want, atol=2e-6)
 
 
@@ -226,7 +252,7 @@ def test_a_large_masked_score_changes_nothing(size):
 
     @jax.jit
     def loss(q, k, v, mask):
-        return (attend(q, [(k, v, mask)]) ** 2).sum()
+        return (attend(q, k, v, mask) ** 2).sum()
 
     with_key = jax.value_and_grad(loss, (0, 1, 2))(q, k, v, mask)
     without = jax.value_and_grad(loss, (0, 1, 2))(q, k[:, :, :2], v[:, :, :2], mask[:, :, :2])
@@ -241,7 +267,7 @@ def test_queries_with_nothing_to_see_stay_finite():
     q, k, v = draw(1, 1, 2, 1, 4), 1e4 * draw(2, 1, 1, 3, 4), draw(3, 1, 1, 3, 4)
     nothing = np.zeros((1, 1, 3), bool)
     value, grads = jax.jit(jax.value_and_grad(
-        lambda *x: attend(x[0], [(x[1], x[2], nothing)]).sum(), (0, 1, 2)))(q, k, v)
+        lambda *x: attend(*x, nothing).sum(), (0, 1, 2)))(q, k, v)
     np.testing.assert_allclose(value, 2 * v.mean(2).sum(), rtol=1e-5)
     assert all(np.isfinite(g).all() for g in grads)
     np.testing.assert_array_equal(grads[0], 0)
@@ -318,20 +344,17 @@ def test_one_trace_serves_updates_and_decode_steps():
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     @jax.jit
-    def decode(params, ids, at, memory):
+    def decode(params, ids, at, near):
         decode_traces.append(1)
-        hidden, kv = decoder.apply({"params": params}, ids, at[:, None], causal_mask(1),
-                                   (memory,))
-        memory = append(memory, kv, at[0])
-        valid = memory.valid_BxS.at[:, at[0]].set(True)
-        return hidden, at + 1, memory.replace(valid_BxS=valid)
+        hidden, near = decoder.apply({"params": params}, ids, jnp.full((2, 1), at), None,
+                                     (written_to(near, at),))
+        return hidden, at + 1, near
 
     params = init_params(TOY, jax.random.key(0))
-    shape = (TOY.n_layers, 2, TOY.n_kv_heads, 4, TOY.head_dim)
-    at = jnp.zeros(2, jnp.int32)
-    memory = Memory(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((2, 4), bool))
+    near, at = empty_pages(TOY, 2, 4), jnp.int32(0)
     for i in range(3):
         params = descend(params, gradient(TOY, params, tokens(IDS.shape, seed=i), SEGMENTS))
-        _, at, memory = decode(params, tokens((2, 1), seed=i), at, memory)
+        _, at, near = decode(params, tokens((2, 1), seed=i), at, near)
     assert TRACES[TOY] == len(decode_traces) == 1
-    np.testing.assert_array_equal(memory.valid_BxS, [[True, True, True, False]] * 2)
+    written = np.abs(near[0]).sum((0, 2, 3)) > 0
+    np.testing.assert_array_equal(written, [[True, True, True, False]] * 2)

@@ -9,11 +9,12 @@ import models_reference as reference
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from memory_cases import empty_pages, page_a_row, remember, written_to
 
 from rods_jax.models import lora
 from rods_jax.models.attention import Segments, causal_mask
 from rods_jax.models.config import PROJECTIONS, LoraConfig, ModelConfig, Remat
-from rods_jax.models.decoder import Decoder, Memory, append, by_layer, count_params, init_params
+from rods_jax.models.decoder import Decoder, count_params, init_params
 from rods_jax.models.sharding import ShardingRules, param_shardings
 
 ALL = LoraConfig(rank=3, alpha=4.0)
@@ -187,18 +188,13 @@ def test_adapters_are_active_in_chunks_with_memories():
         return decoder.apply({"params": params}, IDS[:, start:stop], at,
                              causal_mask(stop - start), memories)
 
-    def room(kv, size):
-        k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, size - x.shape[3]), (0, 0))) for x in kv)
-        valid = jnp.broadcast_to(jnp.arange(size) < kv[0].shape[3], (2, size))
-        return by_layer(Memory(k, v, valid), TOY)
-
     @quick_jit
     def in_pieces():
         first, kv = run(0, 3)
-        cache = room(kv, 4)
+        cache = page_a_row(remember(empty_pages(TOY, 2, 4), kv, [0, 0]), [3, 3])
         second, kv = run(3, 4, (cache,))
-        near = append(room(kv, 2), kv, jnp.int32(0))
-        third, _ = run(4, 5, (cache, near))
+        near = remember(empty_pages(TOY, 2, 2), kv, [0, 0])
+        third, _ = run(4, 5, (cache, written_to(near, 1)))
         hidden = jnp.concatenate([first, second, third], 1)
         return decoder.apply({"params": params}, hidden, method="logits")
     np.testing.assert_allclose(in_pieces(), full_pass(TOY, params, IDS), atol=1e-4)

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from memory_cases import empty_pages, page_a_row, remember
 
 from rods_jax.models.attention import causal_mask
-from rods_jax.models.decoder import Decoder, Memory, append
+from rods_jax.models.decoder import Decoder
 from rods_jax.models.gguf import load_gguf, smollm2_path
 from rods_jax.text.tokenizer import tokenizer_from_gguf
 
@@ -108,29 +109,26 @@ def test_cached_chunks_and_one_token_steps_write_the_references_text(model, toke
     decoder = Decoder(config)
 
     @jax.jit
-    def step(params, memory, tokens_1xC, at, count):
-        """Log-probs [C, V] behind each token, and the memory with the first `count`."""
+    def step(params, pages, tokens_1xC, at):
+        """Log-probs [C, V] behind each token, and the page with all C from `at` on."""
         width = tokens_1xC.shape[1]
         hidden, kv = decoder.apply({"params": params}, tokens_1xC, at + jnp.arange(width)[None],
-                                   causal_mask(width), (memory,))
-        memory = append(memory, kv, at)
-        memory = memory.replace(valid_BxS=(jnp.arange(LENGTH) < at + count)[None])
+                                   causal_mask(width), (page_a_row(pages, at[None]),))
         logits = decoder.apply({"params": params}, hidden, method="logits")
-        return jax.nn.log_softmax(logits)[0], memory
+        return jax.nn.log_softmax(logits)[0], remember(pages, kv, at[None])
 
     for name, case in CASES.items():
-        shape = (config.n_layers, 1, config.n_kv_heads, LENGTH, config.head_dim)
-        memory = Memory(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((1, LENGTH), bool))
+        pages = empty_pages(config, 1, LENGTH)
         seen, logprobs, written = 0, [], []
         for start in range(0, len(case["ids"]), CHUNK):
             part = case["ids"][start:start + CHUNK]
             tokens = np.array([part + [0] * (CHUNK - len(part))], np.int32)
-            rows, memory = step(params, memory, tokens, seen, len(part))
+            rows, pages = step(params, pages, tokens, jnp.int32(seen))
             logprobs.append(np.asarray(rows[:len(part)]))
             seen += len(part)
         while len(written) < len(case["greedy_ids"]):
             written.append(int(logprobs[-1][-1].argmax()))
-            rows, memory = step(params, memory, np.array([[written[-1]]], np.int32), seen, 1)
+            rows, pages = step(params, pages, np.array([[written[-1]]], np.int32), jnp.int32(seen))
             logprobs.append(np.asarray(rows))
             seen += 1
         assert tokenizer.decode(written) == case["greedy_text"]

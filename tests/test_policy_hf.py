@@ -39,8 +39,9 @@ TOKENIZER = small_tokenizer(
     + [(TEMPLATES / "qwen3.jinja").read_text()] * 3, (GOOD, BAD, THOUGHT), pieces=1400)
 LIKELY = {"<|im_end|>": 5.0, GOOD: 5.0, BAD: 4.5, THOUGHT: 4.5}
 SETS = {"steps": 2, "tasks_per_step": 4, "group_size": 4, "rows": 4, "tasks.seeds": 8,
-        "tasks.held_in": 2, "sampler.slots": 16, "sampler.max_new": 4, "sampler.chunk": 128,
-        "sampler.prompt_len": 2048, "sampler.max_len": 2240, "engine.max_steps": 2,
+        "tasks.held_in": 2, "sampler.slots": 16, "sampler.max_new": 4, "sampler.sharers": 4,
+        "sampler.prefill": ((2, 128),), "sampler.extend": ((8, 128),), "sampler.prompt_len": 2048,
+        "sampler.max_len": 2240, "engine.max_steps": 2,
         "engine.stop_on_failed_turn": False, "pool.capacity": 16, "pool.p_max": 8,
         "policy.lora": {"targets": "q_proj|down_proj", "rank": 2, "alpha": 4.0},
         "policy.remat": "none", "optimizer.lr": 1e-2, "checkpoint_every": 1,
@@ -103,7 +104,8 @@ def test_interrupted_equals_uninterrupted(model, played, tmp_path):
     run(model, tmp_path / "out", **{"steps": 1})
     rows = run(model, tmp_path / "out", "--resume")
     one, two = (checkpoint.latest(folder / "checkpoints") for folder in (played[0], tmp_path / "out"))
-    timed = {"wall_s", "rollout_s", "device_s", "tokens_per_s", "compiles"}
+    timed = {"wall_s", "rollout_s", "device_s", "idle_s", "publish_s", "tokens_per_s", "compiles",
+             "compiled"}
     for mine, theirs in zip(rows, played[1]):
         assert {k: v for k, v in mine.items() if k not in timed} \
             == {k: v for k, v in theirs.items() if k not in timed}

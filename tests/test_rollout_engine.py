@@ -3,6 +3,7 @@ scripted device that plays given messages and keeps every token it was fed."""
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -14,15 +15,18 @@ from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
 from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt, task_key
-from rods_jax.rollout.sampler import SamplerConfig, WaveOutput
+from rods_jax.rollout.shapes import SamplerConfig
+from rods_jax.rollout.slots import Sampled
 from rods_jax.tools.host import Crash, InProcessHost, Outage, ToolCrash
 from rods_jax.types import Author, EndReason
 
-SHAPE = SamplerConfig(slots=16, max_len=128, prompt_len=40, chunk=5, max_new=12, prefill_groups=4)
+SHAPE = SamplerConfig(slots=16, max_len=128, prompt_len=40, max_new=12, sharers=4, prompts=5,
+                      prefill=((2, 16),), extend=((4, 8),), steps=10)
 TEMPERATURE = 0.8
 TASKS = [task for task in SUITE.split("train")[:12]
          if len(make_prompt(task, SUITE, CHAT).ids) <= SHAPE.prompt_len]
 PROMPTS = [make_prompt(task, SUITE, CHAT) for task in TASKS]
+POLICY = functools.cache(babbler)
 
 
 # ---------------------------------------------------------------- the real sampler
@@ -30,7 +34,7 @@ PROMPTS = [make_prompt(task, SUITE, CHAT) for task in TASKS]
 
 @pytest.fixture(scope="module")
 def policy():
-    return babbler()
+    return POLICY()
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,12 @@ def test_every_rollout_follows_its_replay(played):
 def test_counts_of_tokens(played):
     groups, stats = played
     sampled = sum(int((t.author_L == Author.SAMPLED).sum()) for g in groups for t in g)
+    inserted = sum(int((t.author_L == Author.INSERTED).sum()) for g in groups for t in g)
     assert stats.sampled_tokens == sampled
+    # A prompt is run once for its group, all but the last id; for each answer as many tokens
+    # as it has: the stop token before it too, and not yet its last.
+    assert stats.inserted_tokens == inserted + sum(len(prompt.ids) - 1 for prompt in PROMPTS)
+    assert stats.evicted == 0
     assert 0 < stats.device_s <= stats.total_s and stats.waves > 1 and not stats.env_errors
 
 
@@ -79,7 +88,7 @@ def test_tokens_do_not_depend_on_slots_or_order(played, engines, policy):
                 assert mine.end is other.end and mine.outcomes == other.outcomes
 
 
-def test_another_key_gives_other_tokens_and_no_temperature_gives_equal_ones(engines, policy, played):
+def test_another_key_gives_other_tokens_and_no_temperature_equal_ones(engines, policy, played):
     other, _ = engines[16].run(policy[1], PROMPTS[:4], 4, jax.random.key(6), TEMPERATURE)
     assert any(a.tokens_L.tolist() != b.tokens_L.tolist()
                for x, y in zip(other, played[0]) for a, b in zip(x, y))
@@ -109,47 +118,96 @@ def test_logprobs_equal_a_full_forward_pass_over_the_packed_batch(played, policy
     assert metrics.logprob_gap < 1e-5 and metrics.clip_low_share == metrics.clip_high_share == 0
 
 
+# ---------------------------------------------------------------- answers that take time
+
+
+class Late(InProcessHost):
+    """Answers are there after so many looks, or once somebody waits for one of them."""
+
+    def __init__(self, looks):
+        super().__init__(SUITE)
+        self._looks, self.waits, self.out = looks, 0, []
+
+    def execute(self, rollout, calls):
+        return self._later(super().execute(rollout, calls))
+
+    def end_turn(self, rollout, said):
+        return self._later(super().end_turn(rollout, said))
+
+    def _later(self, answer):
+        self.out.append(Answer(answer, self._looks))
+        return self.out[-1]
+
+    def poll(self):
+        for answer in self.out:
+            answer.looks -= 1
+
+    def wait(self, pendings):
+        assert pendings and not any(pending.ready() for pending in pendings)
+        self.waits += 1
+        next(iter(pendings)).looks = 0
+
+
+@dataclasses.dataclass
+class Answer:
+    answer: object
+    looks: int
+
+    def ready(self):
+        return self.looks <= 0
+
+    def result(self):
+        assert self.ready(), "asked for before it was there"
+        return self.answer.result()
+
+
+@pytest.mark.parametrize("looks", [2, 50])
+def test_late_answers_change_no_token(played, engines, policy, looks):
+    engine, host = engines[4], engines[4].host
+    engine.host = Late(looks)
+    try:
+        groups, stats = engine.run(policy[1], PROMPTS, 4, jax.random.key(5), TEMPERATURE)
+        waits = engine.host.waits
+    finally:
+        engine.host = host
+    for mine, other in zip(sum(groups, []), sum(played[0], [])):
+        assert mine.tokens_L.tolist() == other.tokens_L.tolist() and mine.end is other.end
+    assert waits > 0 and stats.idle_s > 0
+
+
 # ---------------------------------------------------------------- a scripted device
 
 
 class Device:
-    """Plays `script(uid key, sample) -> messages` in place of prefill and waves, a few tokens
-    a wave. `fed[uid key, sample]` holds the tokens that the real one would have in its cache."""
+    """Plays `script(uid key, sample) -> messages` in place of prefill, extend and waves, a few
+    tokens a wave. `fed[uid key, sample]` holds the tokens that the real one would have in its
+    cache, `most` the limit of each wave."""
 
     def __init__(self, engine, script, per_wave=3, drift=()):
-        self.fed, self._script, self._per_wave, self._drift = {}, script, per_wave, drift
-        self._cache, self._state = {}, {}
-        engine._prefill = self._prefill
-        engine._waves = {bucket: self._wave for bucket in engine._waves}
+        self.fed, self.most, self._state = {}, [], {}
+        self._script, self._per_wave, self._drift = script, per_wave, drift
+        engine.slots.prepare, engine.slots.sample = self._prepare, self._sample
 
-    def _prefill(self, params, slots, tokens_TxP, length_T, group_B):
-        for b, t in enumerate(group_B):
-            if t >= 0:
-                self._cache[b] = tokens_TxP[t, :length_T[t]].tolist()
-                self._state.pop(b, None)
-        return slots
+    def _prepare(self, params, rows, budgets):
+        assert min(budgets, default=1) >= 1
+        return list(rows)
 
-    def _wave(self, params, slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2, temperature):
-        B, M = len(n_B), SHAPE.max_new
-        out = WaveOutput(np.zeros((B, M), np.int32), np.zeros((B, M), np.float32),
-                         np.zeros((B,), np.int32), np.zeros((B,), bool), np.zeros((B,), np.int32))
-        for b, cache in self._cache.items():
-            who = tuple(int(w) for w in who_Bx2[b])
-            if b not in self._state:
-                self._state[b] = collections.deque(self._script(*who))
-                self.fed[who] = cache
-            cache += chunk_BxC[b, :n_B[b]].tolist()
-            if sample_B[b]:
-                rest = self._state[b][0]
-                n = min(self._per_wave, budget_B[b], len(rest))
-                said, self._state[b][0] = rest[:n], rest[n:]
-                cache += said[:-1]
-                out.tokens_BxM[b, :n], out.count_B[b] = said, n
-                out.stopped_B[b] = said[-1] in CHAT.stop_ids
-                if out.stopped_B[b]:
-                    self._state[b].popleft()
-            out.length_B[b] = len(cache) + (who in self._drift)
-        return slots, out
+    def _sample(self, params, rows, budgets, key, temperature, most, leave):
+        self.most.append(most)
+        return [(row, self._say(row, budget)) for row, budget in zip(rows, budgets)]
+
+    def _say(self, row, budget):
+        if row.who not in self._state:
+            self._state[row.who] = collections.deque(self._script(*row.who))
+        messages = self._state[row.who]
+        n = min(self._per_wave, budget, len(messages[0]))
+        said, messages[0] = messages[0][:n], messages[0][n:]
+        row.ids += said
+        self.fed[row.who] = row.ids[:-1]
+        stopped = said[-1] in CHAT.stop_ids
+        if stopped:
+            messages.popleft()
+        return Sampled(said, [0.0] * n, stopped, row.who not in self._drift)
 
 
 def gold_messages(task):
@@ -187,7 +245,7 @@ STYLES = (gold_messages,
 
 def scripted_engine(suite=SUITE, per_wave=3, styles=STYLES, drift=(), **config):
     """An engine whose samples 0, 1, ... of every task follow the styles."""
-    engine = Engine(babbler()[0], SHAPE, EngineConfig(**config), CHAT, suite)
+    engine = Engine(POLICY()[0], SHAPE, EngineConfig(**config), CHAT, suite)
     tasks = {task_key(task.uid): task for task in TASKS}
     device = Device(engine, lambda uid, sample: styles[sample](tasks[uid]), per_wave, drift)
     return engine, device
@@ -197,7 +255,7 @@ def scripted_engine(suite=SUITE, per_wave=3, styles=STYLES, drift=(), **config):
 @pytest.mark.parametrize("stop", [True, False])
 def test_scripts_end_as_they_should(per_wave, stop):
     engine, device = scripted_engine(per_wave=per_wave, stop_on_failed_turn=stop, max_steps=4)
-    groups, stats = engine.run(None, PROMPTS, len(STYLES), jax.random.key(0), 1.0)
+    groups, stats = engine.run(POLICY()[1], PROMPTS, len(STYLES), jax.random.key(0), 1.0)
     for group, task in zip(groups, TASKS):
         gold, silent, malformed, endless, calling = group
         assert gold.end is EndReason.DONE and rewards.progress(gold) == 1.0
@@ -222,9 +280,20 @@ def test_scripts_end_as_they_should(per_wave, stop):
     assert stats.ends[EndReason.STEP_LIMIT.value] >= len(TASKS)
 
 
+def test_waves_are_short_while_answers_are_out():
+    engine, device = scripted_engine(styles=(lambda task: [BALANCE] * 2 + [DONE] * 9,))
+    engine.sampler = dataclasses.replace(SHAPE, steps_waiting=4)
+    engine.run(POLICY()[1], PROMPTS, 1, jax.random.key(0), 1.0)
+    assert set(device.most) == {SHAPE.wave}  # every answer is there at once
+    engine, device = scripted_engine(per_wave=1, styles=(lambda task: [BALANCE] * 2 + [DONE] * 9,))
+    engine.sampler, engine.host = dataclasses.replace(SHAPE, steps_waiting=4), Late(3)
+    engine.run(POLICY()[1], [PROMPTS[0], PROMPTS[1]], 1, jax.random.key(0), 1.0)
+    assert set(device.most) == {4, SHAPE.wave}
+
+
 def test_a_dialogue_that_fills_its_slot_ends_with_the_token_limit():
     engine, _ = scripted_engine(styles=(lambda task: [BALANCE] * 99,), max_steps=99)
-    groups, _ = engine.run(None, PROMPTS, 1, jax.random.key(0), 1.0)
+    groups, _ = engine.run(POLICY()[1], PROMPTS, 1, jax.random.key(0), 1.0)
     for (trajectory,), task in zip(groups, TASKS):
         assert trajectory.end is EndReason.TOKEN_LIMIT
         assert SHAPE.max_len - SHAPE.max_new < len(trajectory.tokens_L) <= SHAPE.max_len
@@ -234,7 +303,7 @@ def test_a_dialogue_that_fills_its_slot_ends_with_the_token_limit():
 def test_drift_ends_only_the_rollout_that_drifts():
     drifting = task_key(TASKS[2].uid), 1
     engine, _ = scripted_engine(styles=(gold_messages,) * 3, drift={drifting})
-    groups, stats = engine.run(None, PROMPTS, 3, jax.random.key(0), 1.0)
+    groups, stats = engine.run(POLICY()[1], PROMPTS, 3, jax.random.key(0), 1.0)
     for t, group in enumerate(groups):
         for g, trajectory in enumerate(group):
             end = EndReason.DRIFT if (t, g) == (2, 1) else EndReason.DONE
@@ -270,7 +339,7 @@ class Broken:
 def test_a_broken_environment_ends_its_own_rollouts_only(method):
     broken = next(i for i, task in enumerate(TASKS) if task.turns[0].gold)
     engine, _ = scripted_engine(Broken(TASKS[broken].uid, method), styles=(gold_messages,) * 2)
-    groups, stats = engine.run(None, PROMPTS, 2, jax.random.key(0), 1.0)
+    groups, stats = engine.run(POLICY()[1], PROMPTS, 2, jax.random.key(0), 1.0)
     for t, group in enumerate(groups):
         wanted = EndReason.ENV_ERROR if t == broken else EndReason.DONE
         assert [trajectory.end for trajectory in group] == [wanted] * 2
@@ -305,6 +374,9 @@ class Crashing(InProcessHost):
 class Lost:
     error: Exception
 
+    def ready(self):
+        return True
+
     def result(self):
         raise self.error
 
@@ -315,7 +387,7 @@ def test_a_call_that_takes_its_worker_down_fails_its_rollout():
     host = Crashing(TASKS[lost].uid)
     engine, _ = scripted_engine(styles=(gold_messages,) * 2)
     engine.host = host
-    groups, stats = engine.run(None, PROMPTS, 2, jax.random.key(0), 1.0)
+    groups, stats = engine.run(POLICY()[1], PROMPTS, 2, jax.random.key(0), 1.0)
     for t, group in enumerate(groups):
         for trajectory in group:
             assert trajectory.end is (EndReason.TOOL_CRASH if t == lost else EndReason.DONE)
@@ -334,7 +406,8 @@ def test_no_worker_at_all_stops_the_run():
     engine, _ = scripted_engine(styles=(gold_messages,))
     engine.host = Down(SUITE)
     with pytest.raises(Outage, match="do not start"):
-        engine.run(None, PROMPTS, 1, jax.random.key(0), 1.0)
+        engine.run(POLICY()[1], PROMPTS, 1, jax.random.key(0), 1.0)
+    assert engine.slots.free(0) == SHAPE.slots and not engine.slots.rows
 
 
 def test_the_benchmarks_rules_end_turns_otherwise():
@@ -346,7 +419,7 @@ def test_the_benchmarks_rules_end_turns_otherwise():
     rules = dict(stop_on_failed_turn=False, max_steps=4, malformed_ends_turn=True,
                  score_cut_turn=True)
     engine, _ = scripted_engine(styles=styles, **rules)
-    groups, _ = engine.run(None, PROMPTS, len(styles), jax.random.key(0), 1.0)
+    groups, _ = engine.run(POLICY()[1], PROMPTS, len(styles), jax.random.key(0), 1.0)
     for task, (malformed, calling, late) in zip(TASKS, groups):
         assert malformed.end is EndReason.DONE
         assert malformed.n_malformed == malformed.n_steps == len(task.turns)
@@ -364,7 +437,7 @@ def test_the_benchmarks_rules_end_turns_otherwise():
 def test_hints_reach_the_dialogue_and_no_score():
     plain, _ = scripted_engine(styles=STYLES)
     hinted, _ = scripted_engine(styles=STYLES)
-    found = [engine.run(None, PROMPTS, len(STYLES), jax.random.key(0), 1.0, hints=on)[0]
+    found = [engine.run(POLICY()[1], PROMPTS, len(STYLES), jax.random.key(0), 1.0, hints=on)[0]
              for engine, on in ((plain, False), (hinted, True))]
     longer = 0
     for a, b in zip(sum(found[0], []), sum(found[1], [])):
@@ -373,9 +446,14 @@ def test_hints_reach_the_dialogue_and_no_score():
     assert longer
 
 
+def test_a_group_may_be_larger_than_the_slots(engines, policy):
+    few, many = (engines[slots].run(policy[1], PROMPTS[:2], 6, jax.random.key(1), 1.0)[0]
+                 for slots in (4, 16))
+    for a, b in zip(sum(few, []), sum(many, [])):
+        assert a.sample == b.sample and a.tokens_L.tolist() == b.tokens_L.tolist()
+
+
 def test_what_cannot_be_played_is_refused(engines, policy):
-    with pytest.raises(ValueError, match="group size 5 exceeds"):
-        engines[4].run(policy[1], PROMPTS, 5, jax.random.key(0), 1.0)
     long = dataclasses.replace(PROMPTS[0], ids=PROMPTS[0].ids * 20)
     with pytest.raises(ValueError, match=f"prompt of task {TASKS[0].uid} has"):
         engines[16].run(policy[1], [PROMPTS[1], long], 2, jax.random.key(0), 1.0)

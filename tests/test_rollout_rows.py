@@ -5,52 +5,18 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from loop_cases import CHAT, SUITE, babbler
+from loop_cases import CHAT, FORGETFUL, SUITE, babbler
 
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.loss import LossConfig, token_weights
 from rods_jax.grpo.update import micro_logprobs
 from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt
-from rods_jax.rollout.sampler import SamplerConfig
+from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.types import Author, EndReason, Trajectory
 
-SHAPE = SamplerConfig(slots=8, max_len=96, prompt_len=40, chunk=5, max_new=12, prefill_groups=2)
+SHAPE = SamplerConfig(slots=8, max_len=96, prompt_len=40, max_new=12, sharers=4, prompts=3,
+                      prefill=((2, 16),), extend=((4, 16),))
 TEMPERATURE = 0.8
-
-
-class Forgetful:
-    """The compact dialogue, but a new turn shows the first prompt and that turn alone."""
-
-    def __init__(self, inner):
-        self._inner = inner
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def clone(self):
-        other = Forgetful(self._inner.clone())
-        other.first = self.first
-        return other
-
-    def prompt(self, turn):
-        self.first = self._inner.prompt(turn)
-        return self.first
-
-    def user(self, turn):
-        return [*self.first, *self._inner.user(turn)]
-
-
-class ForgetfulFormat:
-    rewrites = True
-
-    def __getattr__(self, name):
-        return getattr(CHAT, name)
-
-    def start(self, task, tools):
-        return Forgetful(CHAT.start(task, tools))
-
-
-FORMAT = ForgetfulFormat()
 TASKS = [task for task in SUITE.split("train")[:30] if len(task.turns) > 1
          and len(make_prompt(task, SUITE, CHAT).ids) <= SHAPE.prompt_len][:6]
 
@@ -58,9 +24,9 @@ TASKS = [task for task in SUITE.split("train")[:30] if len(task.turns) > 1
 @pytest.fixture(scope="module")
 def played():
     decoder, params = babbler()
-    engine = Engine(decoder, SHAPE, EngineConfig(max_steps=3, stop_on_failed_turn=False), FORMAT,
-                    SUITE)
-    prompts = [make_prompt(task, SUITE, FORMAT) for task in TASKS]
+    engine = Engine(decoder, SHAPE, EngineConfig(max_steps=3, stop_on_failed_turn=False),
+                    FORGETFUL, SUITE)
+    prompts = [make_prompt(task, SUITE, FORGETFUL) for task in TASKS]
     groups, stats = engine.run(params, prompts, 4, jax.random.key(2), TEMPERATURE)
     return decoder, params, prompts, groups, stats
 
@@ -99,8 +65,9 @@ def test_rows_of_a_rollout_draw_with_keys_of_their_own(played):
     decoder, params, *_ = played
     task = dataclasses.replace(TASKS[0], turns=(TASKS[0].turns[0],) * 4)
     engine = Engine(decoder, SHAPE, EngineConfig(max_steps=1, stop_on_failed_turn=False,
-                                                 malformed_ends_turn=True), FORMAT, SUITE)
-    groups, _ = engine.run(params, [make_prompt(task, SUITE, FORMAT)], 8, jax.random.key(0), 1.5)
+                                                 malformed_ends_turn=True), FORGETFUL, SUITE)
+    groups, _ = engine.run(params, [make_prompt(task, SUITE, FORGETFUL)], 8, jax.random.key(0),
+                           1.5)
     alike = pairs = 0
     for t in groups[0]:
         said = [tuple(t.tokens_L[a:b][t.author_L[a:b] == Author.SAMPLED]) for a, b in t.spans[1:]]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from bfcl_package import Reference, call_text, reference
 
-from experiments.bench import OFFICIAL, official_suite
+from experiments.bench.tools import OFFICIAL, official_suite
 from rods_jax.tasks.replay import Replay, Transcript, play, replay
 from rods_jax.tools import bfcl_data
 from rods_jax.tools.host import HostConfig

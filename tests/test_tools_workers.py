@@ -13,14 +13,14 @@ import time
 
 import pytest
 import worker_suite
-from worker_suite import add, task
+from worker_suite import add, bystanders, call, damaged, first_row, go_on, kill, task
 
 from rods_jax.tasks.replay import gold_transcript, play
 from rods_jax.tools.host import (
     Crash, EnvError, HostConfig, InProcessHost, Outage, ToolCrash, cut, make_host)
 from rods_jax.tools.scoring import Scoring
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
-from rods_jax.types import ToolCall, ToolResult
+from rods_jax.types import ToolResult
 
 ODD = SuiteSpec(SuiteName.CUSTOM, "worker_suite:make")
 TOOLBOX = SuiteSpec(SuiteName.TOOLBOX)
@@ -28,20 +28,9 @@ GENEROUS = HostConfig(count=2, call_s=60.0)
 STRICT_S = 1.2
 
 
-def call(name, **arguments):
-    return ToolCall(name, arguments)
-
-
 def alive(pid):
     """Whether the process exists, as a zombie too."""
     return pathlib.Path(f"/proc/{pid}").exists()
-
-
-def kill(pid):
-    """Kills a worker from outside, and waits until it is dead (its parent has to reap it)."""
-    os.kill(pid, signal.SIGKILL)
-    while pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
-        time.sleep(0.001)
 
 
 def gone(pids, within_s=20.0):
@@ -49,13 +38,6 @@ def gone(pids, within_s=20.0):
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     return not any(map(alive, pids))
-
-
-def first_row(pool, pending):
-    """Waits until the first of several calls is answered, so that the second runs."""
-    while not pending._operation.rows:
-        assert not pending._operation.settled
-        pool.pump()
 
 
 @pytest.fixture(scope="module")
@@ -79,24 +61,6 @@ def pools():
     yield make
     for pool in made:
         pool.close()
-
-
-def damaged(transcript, rng):
-    """Turns of steps of calls, something left out, repeated, misspelt or in another order."""
-    turns = [[list(step) for step in turn] for turn in transcript]
-    for turn in turns:
-        kind = rng.randrange(6)
-        if kind == 0 and turn:
-            turn.pop(rng.randrange(len(turn)))
-        elif kind == 1 and turn:
-            turn.append(rng.choice(turn))
-        elif kind == 2:
-            turn.append([call("no_such_tool", x=[1.5, None, {"é\n": True}]), call("find_file")])
-        elif kind == 3:
-            turn.reverse()
-        elif kind == 4:
-            turn[:] = [[c for step in turn for c in step]]
-    return turns
 
 
 def drive(host, items, rng, hints=False):
@@ -265,26 +229,6 @@ def test_two_hundred_rollouts_leave_nothing(shared):
 
 
 # ------------------------------------------------------------------ what kills a worker
-
-
-def bystanders(pool, n=3):
-    """Rollouts in the middle of a turn, each with a total of its own."""
-    rollouts = [pool.start(task(f"by{i}"), False) for i in range(n)]
-    for i, rollout in enumerate(rollouts):
-        pool.execute(rollout, [add(0)]).result()
-        pool.end_turn(rollout, "done").result()
-        pool.execute(rollout, [add(10 * i)]).result()
-    return rollouts
-
-
-def go_on(pool, rollouts):
-    """Their states are as they were: the total, and that the first turn is over."""
-    pending = [pool.execute(rollout, [add(1)]) for rollout in rollouts]
-    assert [p.result()[0].text for p in pending] == [
-        f'{{"total": {10 * i + 1}}}' for i in range(len(rollouts))]
-    ends = [pool.end_turn(rollout, "done").result() for rollout in rollouts]
-    assert [e[1].index for e in ends] == [2] * len(rollouts)
-    assert [e[0].passed for e in ends] == [i == 0 for i in range(len(rollouts))]
 
 
 KILLERS = {

@@ -31,7 +31,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 CACHE_SETTINGS = {"jax_persistent_cache_min_compile_time_secs": 0.0,
                   "jax_persistent_cache_min_entry_size_bytes": -1}
 # What a machine decides and not the run.
-TIMES = ("tokens_per_s", "rollout_s", "device_s", "wall_s", "compiles")
+TIMES = ("tokens_per_s", "rollout_s", "device_s", "idle_s", "publish_s", "wall_s", "compiles",
+         "compiled")
 EVERY = dict(checkpoint_every=2, eval=dict(every=2))
 
 

@@ -1,9 +1,12 @@
-"""A suite whose tools misbehave in every way a worker must survive. One state: a total."""
+"""A suite whose tools misbehave in every way a worker must survive. One state: a total.
+Below it, what tests do with rollouts and workers."""
 
 import copy
 import ctypes
 import json
 import os
+import pathlib
+import signal
 import sys
 import time
 
@@ -138,3 +141,62 @@ def make_broken():
 
 def make_dead():
     os._exit(9)
+
+
+# ----------------------------------------------------------------- what tests do with it
+
+
+def call(name, **arguments):
+    return ToolCall(name, arguments)
+
+
+def kill(pid):
+    """Kills a worker from outside, and waits until it is dead (its parent has to reap it)."""
+    os.kill(pid, signal.SIGKILL)
+    while pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        time.sleep(0.001)
+
+
+def first_row(pool, pending):
+    """Waits until the first of several calls is answered, so that the second runs."""
+    while not pending._operation.rows:
+        assert not pending._operation.settled
+        pool.pump()
+
+
+def damaged(transcript, rng):
+    """Turns of steps of calls, something left out, repeated, misspelt or in another order."""
+    turns = [[list(step) for step in turn] for turn in transcript]
+    for turn in turns:
+        kind = rng.randrange(6)
+        if kind == 0 and turn:
+            turn.pop(rng.randrange(len(turn)))
+        elif kind == 1 and turn:
+            turn.append(rng.choice(turn))
+        elif kind == 2:
+            turn.append([call("no_such_tool", x=[1.5, None, {"é\n": True}]), call("find_file")])
+        elif kind == 3:
+            turn.reverse()
+        elif kind == 4:
+            turn[:] = [[c for step in turn for c in step]]
+    return turns
+
+
+def bystanders(pool, n=3):
+    """Rollouts in the middle of a turn, each with a total of its own."""
+    rollouts = [pool.start(task(f"by{i}"), False) for i in range(n)]
+    for i, rollout in enumerate(rollouts):
+        pool.execute(rollout, [add(0)]).result()
+        pool.end_turn(rollout, "done").result()
+        pool.execute(rollout, [add(10 * i)]).result()
+    return rollouts
+
+
+def go_on(pool, rollouts):
+    """Their states are as they were: the total, and that the first turn is over."""
+    pending = [pool.execute(rollout, [add(1)]) for rollout in rollouts]
+    assert [p.result()[0].text for p in pending] == [
+        f'{{"total": {10 * i + 1}}}' for i in range(len(rollouts))]
+    ends = [pool.end_turn(rollout, "done").result() for rollout in rollouts]
+    assert [e[1].index for e in ends] == [2] * len(rollouts)
+    assert [e[0].passed for e in ends] == [i == 0 for i in range(len(rollouts))]

@@ -29,7 +29,7 @@ from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask, token_logprobs
 from rods_jax.grpo.loss import LossConfig, token_terms, token_weights
 from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimizer
-from rods_jax.models import lora
+from rods_jax.models import int8, lora
 from rods_jax.models.attention import Segments
 from rods_jax.models.decoder import Decoder
 
@@ -181,7 +181,10 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
     """The update as a pure function; the caller jits it and donates the state.
 
     With kl_coef > 0 the state needs ref_params (`init_state(..., keep_reference=True)`).
+    ValueError for a decoder of rollouts whose weights are int8.
     """
+    if decoder.config.int8_weights:
+        raise ValueError(int8.NO_GRADIENT)
     use_kl = config.loss.kl_coef > 0
 
     def update(state: TrainState, batch: PackedBatch):

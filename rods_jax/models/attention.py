@@ -1,5 +1,5 @@
-"""Attention: who sees whom, the softmax over several sources of keys and values, and the
-kernels that compute a chunk's attention to itself without its scores.
+"""Attention of a chunk to itself: who sees whom, the softmax, and the kernels that compute it
+without its scores. What a chunk sees of earlier tokens is in models/memory.py.
 
     XLA     any device, dtype, length. Memory [B, H, C, C].
     SPLASH  jax's Pallas kernel for TPUs. No array of C x C numbers.
@@ -18,8 +18,6 @@ HD head width.
 
 from __future__ import annotations
 
-import functools
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -30,7 +28,7 @@ from rods_jax.models.config import Attention, ModelConfig
 
 # Stands in for a masked score. Finite, so that a query with nothing to attend to gets the
 # plain mean of the values and finite gradients instead of NaN.
-_MASKED = -1e30
+MASKED = -1e30
 
 # Under this name remat policies find what a kernel's backward pass needs of its forward pass.
 KERNEL_OUTPUT = "attention"
@@ -178,32 +176,21 @@ def cudnn(q_BxCxHxHD, k, v, ids_BxC, implementation: str = "cudnn") -> jax.Array
 # ---------------------------------------------------------------- XLA
 
 
-def attend(q_BxCxHxHD, sources) -> jax.Array:
-    """Softmax attention over several key/value sources as if they were one; [B, C, H, HD].
+def attend(q_BxCxHxHD, k, v, mask) -> jax.Array:
+    """Softmax attention of a chunk to itself; [B, C, H, HD].
 
-    sources: tuples (k [B, KV, S, HD], v [B, KV, S, HD], mask bool, broadcastable to
-    [B, C, S]). Scores are masked by replacement before the exponential and the softmax is
-    taken in float32; the division by its sum comes last, where the array is smallest.
+    k, v: [B, KV, C, HD]; mask: bool, broadcastable to [B, C, C]. Scores are masked by
+    replacement before the exponential and the softmax is taken in float32; the division by
+    its sum comes last, where the array is smallest.
     """
     b, c, h, hd = q_BxCxHxHD.shape
-    kv = sources[0][0].shape[1]
+    kv = k.shape[1]
     q = (q_BxCxHxHD * hd ** -0.5).reshape(b, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
-    scores = [jnp.where(mask[:, None, None], _scores(q, k), _MASKED) for k, _, mask in sources]
-    peak = functools.reduce(jnp.maximum, [s.max(-1, keepdims=True) for s in scores])
-    peak = jax.lax.stop_gradient(peak)  # cancels between numerator and sum
-    weights = [jnp.exp(s - peak) for s in scores]
-    total = sum(w.sum(-1, keepdims=True) for w in weights)
-    out = sum(jnp.einsum("bnqcs,bnsh->bnqch", w.astype(v.dtype), v,
-                         preferred_element_type=jnp.float32)
-              for w, (_, v, _) in zip(weights, sources))
-    out = (out / total).astype(q.dtype)
+    scores = jnp.einsum("bnqch,bnsh->bnqcs", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores, MASKED)
+    # The peak cancels between numerator and sum.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+    out = jnp.einsum("bnqcs,bnsh->bnqch", weights.astype(v.dtype), v,
+                     preferred_element_type=jnp.float32)
+    out = (out / weights.sum(-1, keepdims=True)).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, hd)
-
-
-def _scores(q, k):
-    """float32 [B, KV, Q, C, S] of q [B, KV, Q, C, HD] and k [B, KV, S, HD]."""
-    if q.shape[3] > 1:
-        return jnp.einsum("bnqch,bnsh->bnqcs", q, k, preferred_element_type=jnp.float32)
-    # One query: with the keys as the left matrix a CPU runs this three times as fast.
-    s = jnp.einsum("bnsh,bnqch->bnsqc", k, q, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(s, 2, -1)

@@ -15,7 +15,7 @@ PROJECTIONS = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
 
 
 # Fields of a ModelConfig that say how a model is computed or trained, not which model it is.
-CHOICES = ("compute_dtype", "remat", "attention", "scan_unroll", "lora")
+CHOICES = ("compute_dtype", "remat", "attention", "scan_unroll", "lora", "int8_weights")
 
 
 class Remat(str, enum.Enum):
@@ -82,6 +82,8 @@ class ModelConfig:
     compute_dtype: dtype of activations and matmuls; parameters are always float32.
     remat, attention: how a pass is computed, never what. lora: adapters beside the weights,
         parameters of their own; None has none.
+    int8_weights: the projections are int8 with scales beside them (models/int8.py), for
+        inference alone; rollout/weights.py makes such a tree of a trained one.
     scan_unroll: layers unrolled in a step of the layer scan. Small models run faster on a
         CPU with all layers unrolled, large ones compile faster with 1.
     """
@@ -102,6 +104,7 @@ class ModelConfig:
     remat: Remat = Remat.NONE
     attention: Attention = Attention.AUTO
     lora: LoraConfig | None = None
+    int8_weights: bool = False
     scan_unroll: int = 1
     rope_divisors: tuple[float, ...] = ()
 

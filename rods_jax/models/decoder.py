@@ -18,7 +18,8 @@ Parameters (float32), as `init_params` returns them; layers are stacked on axis 
     final_norm             [D]
     head                   [D, V]          (untied)
 
-and with config.lora the adapters of models/lora.py. Frozen weights may be of another dtype.
+with config.lora the adapters of models/lora.py, and with config.int8_weights the scales of
+models/int8.py. Frozen weights, and those of rollouts, may be of another dtype.
 """
 
 from __future__ import annotations
@@ -27,54 +28,14 @@ import dataclasses
 import functools
 
 import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rods_jax.models.attention import (
     KERNEL_OUTPUT, Segments, attend, attend_segments, causal_mask, choose, segment_mask)
-from rods_jax.models import lora
+from rods_jax.models import int8, lora, memory
 from rods_jax.models.config import Attention, ModelConfig, Remat
-
-
-@flax.struct.dataclass
-class Memory:
-    """K/V of tokens already processed, that a chunk may attend to.
-
-    k, v: [Lyr, B, KV, S, HD] in compute_dtype, k after rope, or a tuple of Lyr arrays
-    [B, KV, S, HD] (see `by_layer`). Heads come before keys so that attention reads each
-    head's keys as one matrix. Entries that are not valid must be finite (zeros will do).
-    valid_BxS: bool; every query of the chunk sees every valid entry.
-    """
-
-    k: jax.Array | tuple[jax.Array, ...]
-    v: jax.Array | tuple[jax.Array, ...]
-    valid_BxS: jax.Array
-
-
-def by_layer(memory: Memory, config: ModelConfig) -> Memory:
-    """The same memory in the form that is quickest to read: one array a layer where `config`
-    unrolls all layers, else unchanged. Call it before a decode loop, not in it: a stacked
-    cache is copied layer by layer in every step, which costs more than the attention."""
-    if config.scan_unroll < config.n_layers:
-        return memory
-    return memory.replace(k=tuple(memory.k), v=tuple(memory.v))
-
-
-def append(memory: Memory, kv, at: jax.Array) -> Memory:
-    """Writes a chunk's K/V, as the decoder returns it, at entries at .. at + C of every row.
-    `valid_BxS` stays: which of them count is the caller's to say."""
-    def write(old, new):
-        if isinstance(old, tuple):
-            return tuple(write(o, n) for o, n in zip(old, new))
-        return jax.lax.dynamic_update_slice_in_dim(old, new, at, axis=old.ndim - 2)
-    return memory.replace(k=write(memory.k, kv[0]), v=write(memory.v, kv[1]))
-
-
-def _stacked(x):
-    # With the layers unrolled XLA turns the slices of this stack back into its parts.
-    return jnp.stack(x) if isinstance(x, tuple) else x
 
 
 def rope_tables(positions_BxC: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -109,12 +70,13 @@ def _fan_in(*axes: int, scale: float = 1.0):
     return init
 
 
-def _project(x: jax.Array, kernel: jax.Array, n_in: int = 1) -> jax.Array:
+def _project(x: jax.Array, kernel: jax.Array, n_in: int = 1, dtype=None) -> jax.Array:
     """Contracts x's last n_in axes with the kernel's first n_in, as one flat matmul: a
-    two-dimensional product is what every backend runs fastest."""
+    two-dimensional product is what every backend runs fastest. In x's dtype, or in `dtype`."""
     lead, inner, outer = x.shape[:x.ndim - n_in], kernel.shape[:n_in], kernel.shape[n_in:]
     width = int(np.prod(inner))
-    y = x.reshape(-1, width) @ kernel.reshape(width, -1).astype(x.dtype)
+    y = jnp.matmul(x.reshape(-1, width), kernel.reshape(width, -1).astype(x.dtype),
+                   preferred_element_type=dtype)
     return y.reshape(*lead, *outer)
 
 
@@ -151,11 +113,27 @@ class Layer(nn.Module):
             self.k_norm = self.param("k_norm", ones, (hd,))
         self.adapters = {name: self.param(name, lora.initializer(name), shape)
                          for name, shape in lora.shapes(c).items()}
+        self.scales = {name: self.param(name + int8.SCALE, ones,
+                                        getattr(self, name).shape[lora.input_axes(name):])
+                       for name in int8.NAMES if c.int8_weights}
+
+    def _weighted(self, name: str, x, n_in: int):
+        """x times the weight `name`, which may be int8."""
+        weights = getattr(self, name)
+        if self.config.int8_weights != (weights.dtype == jnp.int8):
+            raise ValueError(f"layers/{name} is {weights.dtype}, int8_weights is "
+                             f"{self.config.int8_weights}: take decoder and weights of rollouts "
+                             "both from rollout/weights.py")
+        if not self.config.int8_weights:
+            return _project(x, weights, n_in)
+        # Rounded to x's dtype once, after it was scaled.
+        return int8.scaled(_project(x, weights, n_in, jnp.float32),
+                           self.scales[name]).astype(x.dtype)
 
     def _linear(self, name: str, x):
         """x times the weight `name`, and what its adapter adds."""
         n_in = lora.input_axes(name)
-        y = _project(x, getattr(self, name), n_in)
+        y = self._weighted(name, x, n_in)
         if name + lora.A not in self.adapters:
             return y
         low = _project(x, self.adapters[name + lora.A], n_in) * self.config.lora.scale
@@ -176,17 +154,20 @@ class Layer(nn.Module):
             k = rms_norm(k, self.k_norm, self.config.norm_eps)
         return rotate(q, cos, sin), rotate(k, cos, sin).swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def __call__(self, x_BxCxD, memory_kv, cos, sin, self_mask, memory_masks):
-        """memory_kv: this layer's (k, v) of each memory. self_mask: bool, or Segments for a
-        kernel. Returns (x, the chunk's (k, v))."""
+    def __call__(self, x_BxCxD, memory_kv, cos, sin, self_mask, where):
+        """memory_kv: this layer's (k, v) of each memory, `where` who sees what of it.
+        self_mask: bool, or Segments for a kernel. Returns x and the chunk's (k, v), or the
+        last memory's with the chunk in it (memory.attend)."""
         eps = self.config.norm_eps
         q, k, v = self._qkv(rms_norm(x_BxCxD, self.attn_norm, eps), cos, sin)
         if isinstance(self_mask, Segments):
             kind = choose(self.config, q.shape[1], self.activations)
             seen = attend_segments(q, k, v, self_mask, kind, self.activations)
+        elif memory_kv:
+            memories = [(mk, mv, who) for (mk, mv), who in zip(memory_kv, where)]
+            seen, (k, v) = memory.attend(q, (k, v), self_mask, memories)
         else:
-            sources = [(mk, mv, mask) for (mk, mv), mask in zip(memory_kv, memory_masks)]
-            seen = attend(q, [*sources, (k, v, self_mask)])
+            seen = attend(q, k, v, self_mask)
         x = x_BxCxD + self._linear("o", seen)
         y = rms_norm(x, self.mlp_norm, eps)
         y = nn.silu(self._linear("gate", y)) * self._linear("up", y)
@@ -231,15 +212,17 @@ class Decoder(nn.Module):
             length=c.n_layers, unroll=min(c.scan_unroll, c.n_layers))(
                 c, self.activations)
 
-    def __call__(self, tokens_BxC, positions_BxC, self_mask, memories=()):
+    def __call__(self, tokens_BxC, positions_BxC, self_mask, memories=(), layers=None):
         """Hidden states after the final norm, and the chunk's K/V.
 
         tokens_BxC, positions_BxC: int32. self_mask: which keys of the chunk its queries see,
         as Segments or as bool [B, C, C] (or [1, C, C]); kernels take Segments without
-        memories (config.attention), all else is XLA's. memories: tuple of Memory, all of
-        whose valid entries every query sees.
+        memories (config.attention), all else is XLA's. memories: tuple of Memory.
+        layers: the parameters of each layer, in place of the stacked ones (`unstacked`);
+        memories are then tuples of layers, and so are the k and v that are returned.
         Returns hidden_BxCxD in compute_dtype and (k, v), each [Lyr, B, KV, C, HD] in
-        compute_dtype, k after rope.
+        compute_dtype, k after rope; where the last memory is Rows, its k and v with the
+        chunk's in it.
         """
         x = self._lookup(tokens_BxC)
         if isinstance(self_mask, Segments) and (
@@ -247,9 +230,17 @@ class Decoder(nn.Module):
                 is Attention.XLA):
             self_mask = segment_mask(self_mask.ids_BxC)
         cos, sin = rope_tables(positions_BxC, self.config)
-        x, kv = self.layers(
-            x, tuple((_stacked(m.k), _stacked(m.v)) for m in memories), cos, sin, self_mask,
-            tuple(m.valid_BxS[:, None, :] for m in memories))
+        where = tuple(m.where for m in memories)
+        if layers is None:
+            x, kv = self.layers(x, tuple((m.k, m.v) for m in memories), cos, sin, self_mask, where)
+        else:
+            one = Layer(self.config, self.activations, parent=None)
+            kv = []
+            for i, params in enumerate(layers):
+                x, new = one.apply({"params": params}, x, [(m.k[i], m.v[i]) for m in memories],
+                                   cos, sin, self_mask, where)
+                kv.append(new)
+            kv = tuple(zip(*kv))
         return rms_norm(x, self.final_norm, self.config.norm_eps), kv
 
     def _lookup(self, tokens):
@@ -269,6 +260,30 @@ class Decoder(nn.Module):
         flat = hidden.reshape(-1, hidden.shape[-1])
         out = jnp.matmul(flat, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
         return out.reshape(*hidden.shape[:-1], -1)
+
+
+def unrolled(config: ModelConfig) -> bool:
+    """Whether rollouts run the layers one by one, from arrays of their own, and not in a scan
+    over stacked ones."""
+    return config.scan_unroll >= config.n_layers
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def unstacked(config: ModelConfig, params) -> dict:
+    """The parameters as rollouts read them: where the layers are unrolled a tuple of layers in
+    place of the stacked ones, which a decode loop would take apart again in every step."""
+    if not unrolled(config):
+        return params
+    one = lambda i: jax.tree.map(lambda x: x[i], params["layers"])  # noqa: E731
+    return params | {"layers": tuple(one(i) for i in range(config.n_layers))}
+
+
+def forward(decoder: Decoder, params, *args):
+    """`decoder` called with parameters, stacked or `unstacked`."""
+    if not isinstance(params["layers"], tuple):
+        return decoder.apply({"params": params}, *args)
+    rest = {name: x for name, x in params.items() if name != "layers"}
+    return decoder.apply({"params": rest}, *args, layers=params["layers"])
 
 
 @functools.partial(jax.jit, static_argnums=0)

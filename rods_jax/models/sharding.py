@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rods_jax.models import lora
+from rods_jax.models import int8, lora
 from rods_jax.models.config import PROJECTIONS
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -65,12 +65,16 @@ _ADAPTER_AXES = {
     for end, axes in ((lora.A, (*_LAYER_AXES[name][:n_in], "lora")),
                       (lora.B, ("lora", *_LAYER_AXES[name][n_in:])))}
 
+# The scales of int8 weights lie as what the weight gives.
+_SCALE_AXES = {name + int8.SCALE: _LAYER_AXES[name][lora.input_axes(name):]
+               for name in int8.NAMES}
+
 LOGICAL_AXES: dict[str, tuple[str, ...]] = {
     "embed": ("vocab", "embed"),
     "final_norm": ("norm",),
     "head": ("embed", "vocab"),
     **{f"layers/{name}": ("layers", *axes)
-       for name, axes in (_LAYER_AXES | _ADAPTER_AXES).items()},
+       for name, axes in (_LAYER_AXES | _ADAPTER_AXES | _SCALE_AXES).items()},
 }
 
 

@@ -1,9 +1,10 @@
-"""The host half of the rollout: slots, environments, token-in token-out.
+"""The host half of the rollout: environments, token-in token-out.
 
 `Engine.run` plays groups of rollouts to their end. A rollout owns its environment, its
-dialogue codec and its ids; a slot that frees up takes the next group. Ids are appended as
-they were sampled or inserted and are never made from text again; after every wave the
-device's count of tokens is checked against the host's.
+dialogue codec and its ids, and sits in a slot (rollout/slots.py) until it ends; the slot then
+takes the next one. Rollouts that wait for their environment hold up nobody: the others
+sample on. Ids are appended as they were sampled or inserted and are never made from text
+again; after every wave a checksum of what the device has in its cache is compared with them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from rods_jax.models.decoder import Decoder
-from rods_jax.rollout.sampler import SamplerConfig, forget, init_slots, make_prefill, make_wave
+from rods_jax.models.decoder import Decoder, unstacked
+from rods_jax.rollout import slots
+from rods_jax.rollout.shapes import SamplerConfig
+from rods_jax.rollout.slots import Row, Sampled, Slots
 from rods_jax.text.formats import ChatFormat, Dialogue
 from rods_jax.tools.env import Suite
 from rods_jax.tools.host import Host, InProcessHost, Outage, Pending, ToolCrash
@@ -59,8 +63,10 @@ class RolloutStats:
     rollouts: int = 0
     waves: int = 0
     sampled_tokens: int = 0
-    inserted_tokens: int = 0
-    device_s: float = 0.0
+    inserted_tokens: int = 0  # run without being sampled: prompts, once a group, and answers
+    evicted: int = 0  # rows that gave up their K/V to older ones, and were run again
+    device_s: float = 0.0  # prefill, extend and waves, until their results are here
+    idle_s: float = 0.0  # nothing could be sampled, all waited for their environments
     total_s: float = 0.0
     ends: Counter = dataclasses.field(default_factory=Counter)
     env_errors: Counter = dataclasses.field(default_factory=Counter)  # by exception type
@@ -79,44 +85,42 @@ class _Asked:
 class _Rollout:
     """One rollout in a slot: what the host knows of it."""
 
-    def __init__(self, prompt: Prompt, group: int, sample: int, handle: int):
-        self.group, self.sample, self.handle = group, sample, handle
+    def __init__(self, prompt: Prompt, group: int, sample: int, handle: int, row: Row):
+        self.group, self.sample, self.handle, self.row = group, sample, handle, row
         self.task = prompt.task
         self.dialogue = prompt.dialogue.clone()
         self.tokens = list(prompt.ids)
         self.author = [Author.PROMPT] * len(prompt.ids)
         self.logprobs = [0.0] * len(prompt.ids)
-        self.pending: list[int] = []  # ids that the device has not seen yet
         self.message: list[int] = []  # the assistant message being sampled
+        self.asked: _Asked | None = None  # what it waits for
         self.rows = [0]  # where in the ids each row begins
-        self.fresh = False  # whether the device must forget the slot's ids before the next
         self.outcomes: list[TurnOutcome] = []
         self.turn_steps = self.n_steps = self.n_malformed = 0
 
     def insert(self, ids: Sequence[int]) -> None:
-        self.tokens.extend(ids)
-        self.author.extend([Author.INSERTED] * len(ids))
-        self.logprobs.extend([0.0] * len(ids))
-        self.pending.extend(ids)
+        self._append(ids, Author.INSERTED, [0.0] * len(ids))
+        self.row.ids.extend(ids)
 
     def begin_row(self, ids: Sequence[int]) -> None:
         """The prompt of a turn whose earlier turns look otherwise than they were sampled."""
         self.rows.append(len(self.tokens))
+        self._append(ids, Author.PROMPT, [0.0] * len(ids))
+
+    def sampled(self, found: Sampled) -> None:
+        self._append(found.ids, Author.SAMPLED, found.logprobs)
+        self.message.extend(found.ids)
+
+    def _append(self, ids, author: Author, logprobs) -> None:
         self.tokens.extend(ids)
-        self.author.extend([Author.PROMPT] * len(ids))
-        self.logprobs.extend([0.0] * len(ids))
-        self.pending, self.fresh = list(ids), True
+        self.author.extend([author] * len(ids))
+        self.logprobs.extend(logprobs)
 
     @property
-    def row_length(self) -> int:
-        return len(self.tokens) - self.rows[-1]
-
-    def sampled(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        self.tokens.extend(ids)
-        self.author.extend([Author.SAMPLED] * len(ids))
-        self.logprobs.extend(logprobs)
-        self.message.extend(ids)
-        self.pending.append(ids[-1])  # the one sampled token that is not in the cache
+    def who(self) -> tuple[int, int]:
+        """Of the rollout's random key: its task, and its sample with the row, whose positions
+        count from 0 again."""
+        return task_key(self.task.uid), self.sample | (len(self.rows) - 1) << 16
 
     def finish(self, end: EndReason) -> Trajectory:
         return Trajectory(
@@ -127,20 +131,34 @@ class _Rollout:
             n_malformed=self.n_malformed, rows=tuple(self.rows))
 
 
+@dataclasses.dataclass
+class _Part:
+    """Samples first .. last - 1 of a group, which share a prompt on one device."""
+
+    group: int
+    first: int
+    last: int
+    shared: slots.Prompt | None = None  # None: not yet, or each has the prompt of its own
+
+
 class Engine:
     """Owns the compiled programs and the slots; the weights come with every call."""
 
     def __init__(self, decoder: Decoder, sampler: SamplerConfig, config: EngineConfig,
-                 chat: ChatFormat, suite: Suite, host: Host | None = None):
-        """`host` runs the environments; by default they run in this process."""
+                 chat: ChatFormat, suite: Suite, host: Host | None = None,
+                 mesh: Mesh | None = None):
+        """`host` runs the environments; by default they run in this process. mesh: the devices
+        that play, see Slots."""
+        if sampler.unrolled:
+            decoder = decoder.clone(config=dataclasses.replace(
+                decoder.config, scan_unroll=decoder.config.n_layers))
         self.decoder, self.sampler, self.config = decoder, sampler, config
         self.chat, self.suite, self.host = chat, suite, host or InProcessHost(suite)
-        self._slots = init_slots(decoder, sampler)
-        self._prefill = jax.jit(make_prefill(decoder, sampler), donate_argnums=1)
-        self._forget = jax.jit(forget, donate_argnums=0)
-        self._waves = {
-            bucket: jax.jit(make_wave(decoder, sampler, chat.stop_ids, bucket), donate_argnums=1)
-            for bucket in sampler.buckets}
+        self.slots = Slots(decoder, sampler, chat.stop_ids, mesh)
+
+    def warm_up(self, params) -> int:
+        """Compiles every program of the engine; returns how many there are."""
+        return self.slots.warm_up(unstacked(self.decoder.config, params), jax.random.key(0))
 
     def run(self, params, prompts: Sequence[Prompt], group_size: int, key: jax.Array,
             temperature: float, hints: bool = False,
@@ -149,131 +167,147 @@ class Engine:
         order of `prompts`. `key` is made from the run's seed and the step; temperature 0
         is greedy. `hints`: the tools say what would help after a failed call. Raises Outage
         where worker processes cannot be kept up."""
-        self.check(prompts, group_size)
-        began, stats = time.perf_counter(), RolloutStats()
+        self.check(prompts)
+        began, stats, evicted = time.perf_counter(), RolloutStats(), self.slots.evicted
+        params = unstacked(self.decoder.config, params)
         done: list[list[Trajectory | None]] = [[None] * group_size for _ in prompts]
-        # Long tasks first: a rollout is a chain of waves, and a long one that starts last
-        # would keep the device at work for a few slots.
-        queue = deque(sorted(range(len(prompts)), key=lambda i: -_messages(prompts[i].task)))
-        live: list[_Rollout | None] = [None] * self.sampler.slots
-        who_Bx2 = np.zeros((self.sampler.slots, 2), np.uint32)
-        while queue or any(live):
-            self._refill(params, prompts, group_size, queue, live, who_Bx2, hints)
-            self._forget_rows(live, who_Bx2)
-            ended = self._wave(params, live, key, who_Bx2, np.float32(temperature), stats)
-            for slot, end in ended.items():
-                rollout = live[slot]
-                done[rollout.group][rollout.sample] = rollout.finish(end)
-                self.host.finish(rollout.handle)
-                live[slot] = None
-                stats.ends[end.value] += 1
+        queue = deque(self._parts(prompts, group_size))
+        opened: list[_Part | None] = [None] * self.slots.devices
+        live: dict[int, _Rollout] = {}  # by the id of the row
+        try:
+            while queue or any(opened) or live:
+                self._start(prompts, queue, opened, live, hints)
+                ended = self._answers(live, stats)
+                if not ended:
+                    ended = self._wave(params, live, key, temperature, stats)
+                for rollout, end in ended:
+                    done[rollout.group][rollout.sample] = rollout.finish(end)
+                    stats.ends[end.value] += 1
+                    self._free(live, rollout)
+        finally:  # an outage must not leave slots taken
+            for rollout in list(live.values()):
+                self._free(live, rollout)
+            for part in opened:
+                if part is not None and part.shared is not None:
+                    self.slots.let_go(part.shared)
         stats.rollouts = len(prompts) * group_size
+        stats.evicted = self.slots.evicted - evicted
         stats.total_s = time.perf_counter() - began
         return done, stats
 
-    def check(self, prompts: Sequence[Prompt], group_size: int) -> None:
+    def _free(self, live: dict[int, _Rollout], rollout: _Rollout) -> None:
+        del live[id(rollout.row)]
+        self.slots.release(rollout.row)
+        self.host.finish(rollout.handle)
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError, one line, for what `run` could not play."""
-        if group_size > self.sampler.slots:
-            raise ValueError(f"group size {group_size} exceeds sampler.slots "
-                             f"{self.sampler.slots}: raise sampler.slots")
         for prompt in prompts:
             if not 0 < len(prompt.ids) <= self.sampler.prompt_len:
                 raise ValueError(
                     f"prompt of task {prompt.task.uid} has {len(prompt.ids)} tokens, "
                     f"sampler.prompt_len is {self.sampler.prompt_len}: raise it or drop the task")
 
-    def _refill(self, params, prompts, group_size, queue, live, who_Bx2, hints) -> None:
-        """Starts whole groups while there is room for as many as one prefill takes."""
-        at_once = min(self.sampler.prefill_groups, self.sampler.slots // group_size)
-        while queue:
-            free = [slot for slot, rollout in enumerate(live) if rollout is None]
-            n = min(at_once, len(queue))
-            if len(free) < n * group_size:
-                return
-            tokens_TxP = np.zeros((self.sampler.prefill_groups, self.sampler.prompt_len), np.int32)
-            length_T = np.ones((self.sampler.prefill_groups,), np.int32)
-            group_B = np.full((self.sampler.slots,), -1, np.int32)
-            for t in range(n):
-                group = queue.popleft()
-                prompt = prompts[group]
-                tokens_TxP[t, :len(prompt.ids)] = prompt.ids
-                length_T[t] = len(prompt.ids)
-                for sample in range(group_size):
-                    slot = free.pop()
-                    handle = self.host.start(prompt.task, hints)
-                    live[slot] = _Rollout(prompt, group, sample, handle)
-                    group_B[slot] = t
-                    who_Bx2[slot] = task_key(prompt.task.uid), sample
-            self._slots = self._prefill(params, self._slots, tokens_TxP, length_T, group_B)
+    # ------------------------------------------------------------------ slots
 
-    def _forget_rows(self, live, who_Bx2) -> None:
-        """Empties the slots in which a row begins, and gives its draws keys of their own:
-        positions count from 0 again."""
-        fresh_B = np.array([rollout is not None and rollout.fresh for rollout in live])
-        if not fresh_B.any():
-            return
-        self._slots = self._forget(self._slots, fresh_B)
-        for slot in np.flatnonzero(fresh_B):
-            rollout = live[slot]
-            rollout.fresh = False
-            who_Bx2[slot, 1] = rollout.sample | (len(rollout.rows) - 1) << 16
+    def _parts(self, prompts: Sequence[Prompt], group_size: int) -> list[_Part]:
+        """Groups, cut where a prompt's seats end and where devices would have nothing to do.
+        Long tasks first: a rollout is a chain of waves, and a long one that starts last
+        would keep the device at work for a few slots."""
+        each = -(-len(prompts) * group_size // self.slots.devices)
+        size = max(1, min(group_size, self.sampler.sharers, each))
+        order = sorted(range(len(prompts)), key=lambda i: -_messages(prompts[i].task))
+        return [_Part(group, first, min(first + size, group_size))
+                for group in order for first in range(0, group_size, size)]
 
-    def _wave(self, params, live, key, who_Bx2, temperature, stats: RolloutStats,
-              ) -> dict[int, EndReason]:
-        """One wave over all slots; returns the slots whose rollout ended, and why."""
-        B, C, M = self.sampler.slots, self.sampler.chunk, self.sampler.max_new
-        chunk_BxC = np.zeros((B, C), np.int32)
-        n_B, budget_B = np.zeros((B,), np.int32), np.zeros((B,), np.int32)
-        sample_B = np.zeros((B,), bool)
-        longest = 0
-        for slot, rollout in enumerate(live):
-            if rollout is None:
-                continue
-            longest = max(longest, rollout.row_length - len(rollout.pending))
-            take = rollout.pending[:C]
-            rollout.pending = rollout.pending[C:]
-            chunk_BxC[slot, :len(take)] = take
-            n_B[slot] = len(take)
-            sample_B[slot] = not rollout.pending
-            budget_B[slot] = min(M - len(rollout.message),
-                                 self.sampler.max_len - rollout.row_length)
-        bucket = next(b for b in self.sampler.buckets if b >= longest)
-        began = time.perf_counter()
-        self._slots, out = self._waves[bucket](
-            params, self._slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2,
-            temperature)
-        out = jax.device_get(out)
+    def _start(self, prompts, queue, opened, live, hints) -> None:
+        """Fills the free slots, each device with the part that it began, then with the next."""
+        for device in range(self.slots.devices):
+            while self.slots.free(device) and (opened[device] or queue):
+                part = opened[device] = opened[device] or queue.popleft()
+                prompt = prompts[part.group]
+                if not self._room(device, part, prompt):
+                    break
+                handle = self.host.start(prompt.task, hints)
+                row = self.slots.take(device, prompt.ids, part.shared)
+                rollout = live[id(row)] = _Rollout(prompt, part.group, part.first, handle, row)
+                row.who = rollout.who
+                part.first += 1
+                if part.first == part.last:
+                    if part.shared is not None:
+                        self.slots.let_go(part.shared)
+                    opened[device] = None
+
+    def _room(self, device: int, part: _Part, prompt: Prompt) -> bool:
+        """Whether there are pages to start a rollout with. One that is alone needs no prompt
+        that others could read."""
+        alone = part.shared is None and part.last - part.first == 1
+        own = self.sampler.wave + len(prompt.ids) * alone
+        if not self.slots.room(device, own):
+            return False
+        if part.shared is None and not alone:
+            part.shared = self.slots.share(prompt.ids, device)
+        return alone or part.shared is not None
+
+    # ------------------------------------------------------------------ waves
+
+    def _wave(self, params, live, key, temperature, stats: RolloutStats,
+              ) -> list[tuple[_Rollout, EndReason]]:
+        """One wave over the rollouts that wait for nothing; those that ended, and why."""
+        out = [r.asked.pending for r in live.values() if r.asked is not None]
+        rollouts = {id(r.row): r for r in live.values() if r.asked is None}
+        began, ran = time.perf_counter(), self.slots.ran
+        ready = self.slots.prepare(params, [r.row for r in rollouts.values()],
+                                   [self._budget(r) for r in rollouts.values()])
+        if not ready:  # all wait, for their environments or for pages of those that do
+            self.host.wait(out)
+            stats.idle_s += time.perf_counter() - began
+            return []
+        most = self.sampler.steps_waiting if out else self.sampler.wave
+        found = self.slots.sample(
+            params, ready, [self._budget(rollouts[id(row)]) for row in ready], key, temperature,
+            min(most, self.sampler.wave), self.sampler.straggler_share)
         stats.device_s += time.perf_counter() - began
+        stats.inserted_tokens += self.slots.ran - ran
         stats.waves += 1
-        stats.sampled_tokens += int(out.count_B.sum())
-        stats.inserted_tokens += int(n_B.sum())
+        stats.sampled_tokens += sum(len(sampled.ids) for _, sampled in found)
+        ended = []
+        for row, sampled in found:
+            rollout = rollouts[id(row)]
+            rollout.sampled(sampled)
+            step = EndReason.DRIFT if not sampled.intact else self._safely(
+                lambda: self._ask(rollout, sampled.stopped), stats)
+            if isinstance(step, EndReason):
+                ended.append((rollout, step))
+            else:
+                rollout.asked = step
+        return ended
 
-        steps: dict[int, _Asked | EndReason | None] = {}
-        for slot, rollout in enumerate(live):
-            if rollout is None:
+    def _budget(self, rollout: _Rollout) -> int:
+        return min(self.sampler.max_new - len(rollout.message),
+                   self.sampler.max_len - len(rollout.row.ids))
+
+    # ------------------------------------------------------------------ environments
+
+    def _answers(self, live, stats: RolloutStats) -> list[tuple[_Rollout, EndReason]]:
+        """Takes what the environments have answered by now; those that ended, and why."""
+        self.host.poll()
+        ended = []
+        for rollout in live.values():
+            asked = rollout.asked
+            if asked is None or not (asked.pending is None or asked.pending.ready()):
                 continue
-            if sample_B[slot]:
-                n = int(out.count_B[slot])
-                rollout.sampled(out.tokens_BxM[slot, :n].tolist(),
-                                out.logprobs_BxM[slot, :n].tolist())
-            if out.length_B[slot] != rollout.row_length - len(rollout.pending):
-                steps[slot] = EndReason.DRIFT
-            elif sample_B[slot]:
-                steps[slot] = self._safely(
-                    lambda: self._ask(rollout, bool(out.stopped_B[slot])), stats)
-        # All were asked before the first is waited for, so workers run side by side.
-        for slot, step in steps.items():
-            if isinstance(step, _Asked):
-                steps[slot] = self._safely(lambda: self._answer(live[slot], step), stats)
-        return {slot: end for slot, end in steps.items() if end is not None}
+            rollout.asked = None
+            end = self._safely(lambda: self._answer(rollout, asked), stats)
+            if end is not None:
+                ended.append((rollout, end))
+        return ended
 
     def _ask(self, rollout: _Rollout, stopped: bool) -> EndReason | _Asked | None:
         """After a wave in which the rollout sampled: parses a complete message and sends what
         it wants to the environment. None: the message goes on."""
         if not stopped:
-            room = (len(rollout.message) < self.sampler.max_new
-                    and rollout.row_length < self.sampler.max_len)
-            return None if room else EndReason.TOKEN_LIMIT
+            return None if self._budget(rollout) > 0 else EndReason.TOKEN_LIMIT
         message, rollout.message = rollout.message, []
         step = rollout.dialogue.parse(message)
         rollout.n_steps += 1
@@ -313,7 +347,7 @@ class Engine:
 
     def _insert(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
         # One token must be left to sample, or the message could not even be empty.
-        if rollout.row_length + len(ids) >= self.sampler.max_len:
+        if len(rollout.row.ids) + len(ids) >= self.sampler.max_len:
             return EndReason.TOKEN_LIMIT
         rollout.insert(ids)
         return None
@@ -322,6 +356,7 @@ class Engine:
         if len(ids) >= self.sampler.max_len:
             return EndReason.TOKEN_LIMIT
         rollout.begin_row(ids)
+        self.slots.restart(rollout.row, ids, rollout.who)
         return None
 
     def _safely(self, step: Callable[[], _Asked | EndReason | None], stats: RolloutStats,

@@ -1,243 +1,249 @@
-"""The jitted half of the rollout: K/V slots, prompt prefill, and the wave.
+"""The jitted half of the rollout: K/V in pages, prefill, extend and the wave.
 
-A slot holds the K/V of one dialogue for its whole life; nothing is ever prefilled twice.
-The host drives two pure programs:
+The prompt of a group lies once in shared pages; what a rollout adds lies in pages of its own.
+Three pure programs, which the host (rollout/slots.py) plans and calls:
 
-* `prefill` runs each group's prompt once and copies its K/V into the slots of the group.
-* `wave` appends up to C tokens a slot (tool results, user turns), then lets every slot that
-  is ready sample until its stop token, its budget, or until so few slots are left that
-  waiting for them would waste the rest.
+    prefill   runs a chunk of some prompts, into shared pages
+    extend    runs a chunk of some rollouts (tool results, user turns), into their own pages
+    wave      samples, many tokens in one call, until few enough rows sample on
 
-The last sampled token of a message is never run through the model within the wave: the
-host puts it at the head of the next chunk, so a dialogue that ends costs nothing more.
-Every draw uses a key made of the rollout's own key and the token's position, so tokens do
-not depend on slot, batch or order.
+The last token of a row is never in the cache: a wave feeds it first and so predicts the next.
+So prefill and extend make K/V and nothing else, and a rollout that ends costs nothing more.
+
+Dim letters: R rows of a program, C tokens of a chunk, M tokens of a wave, W pages of a row,
+N pages, E tokens a page, G seats at a shared page.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from rods_jax.models.attention import Segments, causal_mask
-from rods_jax.models.decoder import Decoder, Memory, append, by_layer
+from rods_jax.models.attention import causal_mask
+from rods_jax.models.decoder import Decoder, forward, unrolled
+from rods_jax.models.memory import Memory, Rows, Seats, Tables, store
+from rods_jax.rollout.draw import draw, row_keys
+from rods_jax.rollout.shapes import SamplerConfig
 
+@flax.struct.dataclass
+class Region:
+    """Pages of one kind; the arrays may be stacked by layer or a tuple of layers. What is not
+    yet written is zero, and what is no longer needed stays until it is written over."""
 
-@dataclasses.dataclass(frozen=True)
-class SamplerConfig:
-    """Shapes. All sizes in tokens but `slots` and `prefill_groups`."""
-
-    slots: int = 128
-    max_len: int = 256  # longest dialogue
-    prompt_len: int = 96  # longest prompt (system, tools, first user turn)
-    chunk: int = 16  # most tokens appended to a slot in one wave
-    max_new: int = 24  # longest assistant message
-    prefill_groups: int = 8  # prompts prefilled at once
-    cache_buckets: tuple[int, ...] = ()  # cache lengths attended to; max_len is always one
-    straggler_share: float = 0.0  # a wave ends once at most this share of slots samples on
-
-    def __post_init__(self):
-        if self.prompt_len + self.max_new > self.max_len:
-            raise ValueError(
-                f"sampler.prompt_len {self.prompt_len} + max_new {self.max_new} exceeds "
-                f"max_len {self.max_len}: raise max_len or shorten the others")
-        if not 0 <= self.straggler_share < 1:
-            raise ValueError("sampler.straggler_share must lie in [0, 1)")
-        for name in ("slots", "chunk", "max_new", "prefill_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sampler.{name} is {getattr(self, name)}, must be at least 1")
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        return tuple(sorted({b for b in self.cache_buckets if b < self.max_len} | {self.max_len}))
+    k: chex.Array  # [n_layers, N, n_kv_heads, head_dim, E]
+    v: chex.Array  # [n_layers, N, n_kv_heads, E, head_dim]
+    ids_NxE: chex.Array  # int32, the tokens whose K/V these are
 
 
 @flax.struct.dataclass
-class Slots:
-    """K/V of B dialogues. Entries at or beyond a slot's length are garbage."""
+class Cache:
+    shared: Region
+    own: Region
 
-    k: chex.Array  # [n_layers, B, n_kv_heads, S, head_dim]
-    v: chex.Array  # [n_layers, B, n_kv_heads, S, head_dim]
-    length_B: chex.Array  # int32, tokens in the cache
-    hidden_BxD: chex.Array  # final hidden state of the last token in the cache
+
+@flax.struct.dataclass
+class Table:
+    """Which pages a row has, and how many tokens are in them. Unused places hold N."""
+
+    page_RxW: chex.Array  # int32
+    length_R: chex.Array  # int32
+
+
+@flax.struct.dataclass
+class Chunk:
+    """Tokens to run; a row's positions begin where its tables end."""
+
+    tokens_RxC: chex.Array  # int32
+    n_R: chex.Array  # int32, real tokens; they come first
+    shared: Table
+    own: Table  # of prefill: without pages
+
+
+@flax.struct.dataclass
+class Sitting:
+    """Who reads the pages of a region in a wave, see models/memory.py Seats."""
+
+    row_NxG: chex.Array  # int32
+    length_N: chex.Array  # int32
+    at_RxW: chex.Array  # int32
+
+
+@flax.struct.dataclass
+class Wave:
+    token_R: chex.Array  # int32, the last token of each row
+    budget_R: chex.Array  # int32, most tokens it may sample; 0: nobody is in the row
+    who_Rx2: chex.Array  # uint32, see draw.row_keys
+    shared: Table
+    own: Table  # its pages hold budget_R tokens more, or as many as a wave samples
+    shared_seats: Sitting
+    own_seats: Sitting
 
 
 @flax.struct.dataclass
 class WaveOutput:
-    tokens_BxM: chex.Array  # int32, the sampled tokens
-    logprobs_BxM: chex.Array  # float32, under the distribution sampled from
-    count_B: chex.Array  # int32, sampled tokens
-    stopped_B: chex.Array  # bool, the last of them is a stop token
-    length_B: chex.Array  # int32, tokens in the cache after the wave
+    tokens_RxM: chex.Array  # int32, the sampled tokens
+    logprobs_RxM: chex.Array  # float32, under the distribution sampled from
+    count_R: chex.Array  # int32, sampled tokens
+    stopped_R: chex.Array  # bool, the last of them is a stop token
+    mark_R: chex.Array  # uint32, a checksum of the ids in the row's cache, see `checksum`
 
 
-def init_slots(decoder: Decoder, config: SamplerConfig) -> Slots:
-    model = decoder.config
-    # A chunk and a message may overhang max_len by their padding, never by real tokens.
-    length = config.max_len + config.chunk + config.max_new
-    shape = (model.n_layers, config.slots, model.n_kv_heads, length, model.head_dim)
-    dtype = jnp.dtype(model.compute_dtype)
-    return Slots(
-        k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype),
-        length_B=jnp.zeros((config.slots,), jnp.int32),
-        hidden_BxD=jnp.zeros((config.slots, model.d_model), dtype),
-    )
+def init_cache(decoder: Decoder, config: SamplerConfig, n_shared: int, n_own: int) -> Cache:
+    def region(pages: int, page: int) -> Region:
+        return Region(*_zeros(decoder, pages, page), jnp.zeros((pages, page), jnp.int32))
+
+    return Cache(region(n_shared, config.prompt_page), region(n_own, config.page))
 
 
-def forget(slots: Slots, fresh_B: jax.Array) -> Slots:
-    """Empties the slots where `fresh_B` (bool) says so; the next chunk begins at position 0."""
-    return slots.replace(length_B=jnp.where(fresh_B, 0, slots.length_B))
+# ---------------------------------------------------------------- prefill and extend
 
 
 def make_prefill(decoder: Decoder, config: SamplerConfig):
-    """`prefill(params, slots, tokens_TxP, length_T, group_B) -> slots`.
-
-    Runs T = prefill_groups prompts and copies prompt `group_B[b]` into slot b; a negative
-    group leaves the slot as it is.
-    """
-    P = config.prompt_len
-
-    def prefill(params, slots: Slots, tokens_TxP, length_T, group_B) -> Slots:
-        T = config.prefill_groups
-        chex.assert_shape(tokens_TxP, (T, P))
-        chex.assert_shape(group_B, (config.slots,))
-        positions_TxP = jnp.broadcast_to(jnp.arange(P), (T, P))
-        prompt_TxP = Segments((positions_TxP < length_T[:, None]).astype(jnp.int32))
-        hidden_TxPxD, (k, v) = decoder.apply(
-            {"params": params}, tokens_TxP, positions_TxP, prompt_TxP)
-        last_TxD = hidden_TxPxD[jnp.arange(T), length_T - 1]
-
-        take_B = jnp.maximum(group_B, 0)
-        fresh_B = group_B >= 0
-        def copy(cache, prompt):
-            old = cache[:, :, :, :P]
-            new = jnp.where(fresh_B[None, :, None, None, None], prompt[:, take_B], old)
-            return jax.lax.dynamic_update_slice_in_dim(cache, new, 0, axis=3)
-
-        return Slots(
-            k=copy(slots.k, k), v=copy(slots.v, v),
-            length_B=jnp.where(fresh_B, length_T[take_B], slots.length_B),
-            hidden_BxD=jnp.where(fresh_B[:, None], last_TxD[take_B], slots.hidden_BxD),
-        )
-
+    """`prefill(params, cache, chunk) -> cache`."""
+    def prefill(params, cache: Cache, chunk: Chunk) -> Cache:
+        kv = _run(decoder, params, chunk, [_collected(cache.shared, chunk.shared, config)])
+        return cache.replace(shared=_stored(cache.shared, kv, chunk.tokens_RxC, chunk.shared,
+                                            chunk.n_R))
     return prefill
 
 
-def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], bucket: int):
-    """`wave(params, slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2, temperature) ->
-    (slots, WaveOutput)` for slots whose length is at most `bucket` when the wave begins.
+def make_extend(decoder: Decoder, config: SamplerConfig):
+    """`extend(params, cache, chunk) -> cache`."""
+    def extend(params, cache: Cache, chunk: Chunk) -> Cache:
+        kv = _run(decoder, params, chunk, [_collected(cache.shared, chunk.shared, config),
+                                           _collected(cache.own, chunk.own, config)])
+        return cache.replace(own=_stored(cache.own, kv, chunk.tokens_RxC, chunk.own, chunk.n_R))
+    return extend
 
-    n_B: tokens of the chunk that are real. sample_B: whether the slot then samples.
-    budget_B: most tokens it may sample. who_Bx2: uint32, a hash of the task and the index in
-    the group (rows after the first in its upper half); with `key` and the token's position they make the key of a draw.
-    temperature: float32 scalar; 0 takes the likeliest token and scores it at temperature 1.
+
+def _run(decoder: Decoder, params, chunk: Chunk, memories):
+    C = chunk.tokens_RxC.shape[1]
+    start_R = chunk.shared.length_R + chunk.own.length_R
+    # Tokens that are not real come last: no real one sees them.
+    _, kv = forward(decoder, params, chunk.tokens_RxC, start_R[:, None] + jnp.arange(C),
+                    causal_mask(C), tuple(memories))
+    return kv
+
+
+def _collected(region: Region, table: Table, config: SamplerConfig) -> Memory:
+    width, page = table.page_RxW.shape[1], region.ids_NxE.shape[1]
+    block = max(1, min(width, config.read // page))
+    pages = jnp.pad(table.page_RxW, ((0, 0), (0, -width % block)))
+    return Memory(region.k, region.v, Tables(pages, table.length_R, block))
+
+
+def _stored(region: Region, kv, tokens_RxC, table: Table, n_R) -> Region:
+    n_pages, page = region.ids_NxE.shape
+    offset_C = jnp.arange(tokens_RxC.shape[1])
+    index_RxC = table.length_R[:, None] + offset_C
+    page_RxC = jnp.take_along_axis(table.page_RxW, index_RxC // page, axis=1, mode="clip")
+    page_RxC = jnp.where(offset_C < n_R[:, None], page_RxC, n_pages)
+    k, v = store(region.k, region.v, kv, page_RxC, index_RxC % page)
+    ids = region.ids_NxE.at[page_RxC, index_RxC % page].set(tokens_RxC, mode="drop")
+    return Region(k, v, ids)
+
+
+# ---------------------------------------------------------------- the wave
+
+
+def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], n_shared: int,
+              n_own: int):
+    """`wave(params, cache, plan, key, temperature, most, leave) -> (cache, WaveOutput)` for
+    plans whose pages with tokens are among the first n_shared and n_own; 0: there are none.
+
+    key: with `plan.who` and a token's position it makes the key of a draw. temperature:
+    float32 scalar, see draw.draw. most: int32, most tokens a row samples in this wave, at
+    most config.wave. leave: int32, the wave ends once so few rows sample on.
     """
-    B, C = config.slots, config.chunk
+    stop, M = jnp.asarray(tuple(stop_ids), jnp.int32), config.wave
 
-    def wave(params, slots: Slots, chunk_BxC, n_B, sample_B, budget_B, key, who_Bx2,
-             temperature):
-        chex.assert_shape(chunk_BxC, (B, C))
-        chex.assert_shape(who_Bx2, (B, 2))
-        prefix = by_layer(Memory(
-            k=slots.k[:, :, :, :bucket], v=slots.v[:, :, :, :bucket],
-            valid_BxS=jnp.arange(bucket) < slots.length_B[:, None]), decoder.config)
-        hidden_BxD, chunk_kv, valid_BxC = _extend(decoder, params, slots, prefix, chunk_BxC, n_B)
-        start_B = slots.length_B + n_B
-        keys_B = jax.vmap(
-            lambda who: jax.random.fold_in(jax.random.fold_in(key, who[0]), who[1]))(who_Bx2)
-        draw = functools.partial(_draw, decoder, params, keys_B=keys_B, temperature=temperature)
-        hidden_BxD, near, out = _sample(
-            decoder, params, config, jnp.asarray(tuple(stop_ids), jnp.int32), draw, prefix,
-            chunk_kv, valid_BxC, hidden_BxD, start_B, sample_B, budget_B)
-        # All sampled tokens but the last are in the cache; the host sends that one again.
-        length_B = start_B + jnp.maximum(out.count_B - 1, 0)
-        merge = lambda cache, new: _write(  # noqa: E731
-            _write(cache, new[:, :, :, :C], slots.length_B), new[:, :, :, C:], start_B)
-        slots = Slots(k=merge(slots.k, jnp.stack(near.k)), v=merge(slots.v, jnp.stack(near.v)),
-                      length_B=length_B, hidden_BxD=hidden_BxD)
-        return slots, out.replace(length_B=length_B)
+    def wave(params, cache: Cache, plan: Wave, key, temperature, most, leave):
+        R = plan.token_R.shape[0]
+        memories = [_seated(region, seats, n) for region, seats, n in (
+            (cache.shared, plan.shared_seats, n_shared), (cache.own, plan.own_seats, n_own)) if n]
+        top = {name: x for name, x in params.items() if name != "layers"}
+        start_R = plan.shared.length_R + plan.own.length_R
+        keys_R = row_keys(key, plan.who_Rx2)
+
+        def step(carry):
+            i, alive_R, token_R, near, out = carry
+            # A row that has stopped goes on writing behind its end; nothing ever reads that.
+            hidden_Rx1xD, near = forward(
+                decoder, params, token_R[:, None], (start_R + i)[:, None], None,
+                (*memories, Memory(*near, Rows(i))))
+            logits_RxV = decoder.apply({"params": top}, hidden_Rx1xD[:, 0], method="logits")
+            token_R, logprob_R = draw(logits_RxV, keys_R, start_R + i + 1, temperature,
+                                      config.keep)
+            put = lambda x_RxM, x_R: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
+                x_RxM, x_R[:, None], i, axis=1)
+            count_R = out.count_R + alive_R
+            stopped_R = out.stopped_R | (alive_R & jnp.isin(token_R, stop))
+            out = out.replace(tokens_RxM=put(out.tokens_RxM, token_R),
+                              logprobs_RxM=put(out.logprobs_RxM, logprob_R),
+                              count_R=count_R, stopped_R=stopped_R)
+            return i + 1, alive_R & ~stopped_R & (count_R < plan.budget_R), token_R, near, out
+
+        def more(carry):
+            return (carry[0] < most) & (jnp.sum(carry[1]) > leave)
+
+        out = WaveOutput(jnp.zeros((R, M), jnp.int32), jnp.zeros((R, M), jnp.float32),
+                         jnp.zeros((R,), jnp.int32), jnp.zeros((R,), bool),
+                         jnp.zeros((R,), jnp.uint32))
+        _, _, _, near, out = jax.lax.while_loop(
+            more, step, (jnp.int32(0), plan.budget_R > 0, plan.token_R,
+                         _zeros(decoder, R, M), out))
+        fed_RxM = jnp.concatenate([plan.token_R[:, None], out.tokens_RxM[:, :-1]], axis=1)
+        kv = jax.tree.map(lambda k: k.swapaxes(-1, -2), near[0]), near[1]
+        own = _stored(cache.own, kv, fed_RxM, plan.own, out.count_R)
+        mark_R = (_marks(cache.shared.ids_NxE, plan.shared, jnp.zeros_like(start_R))
+                  + _marks(own.ids_NxE, plan.own.replace(
+                      length_R=plan.own.length_R + out.count_R), plan.shared.length_R))
+        return cache.replace(own=own), out.replace(mark_R=mark_R)
 
     return wave
 
 
-def _extend(decoder, params, slots: Slots, prefix: Memory, chunk_BxC, n_B):
-    """Runs the chunks; returns the hidden state that predicts each slot's next token, the
-    chunk's K/V and which of its entries are real."""
-    B, C = chunk_BxC.shape
-    offset_C = jnp.arange(C)
-    valid_BxC = offset_C < n_B[:, None]
-    hidden_BxCxD, kv = decoder.apply(
-        {"params": params}, chunk_BxC, slots.length_B[:, None] + offset_C,
-        causal_mask(C) & valid_BxC[:, None, :], (prefix,))
-    last_BxD = hidden_BxCxD[jnp.arange(B), jnp.maximum(n_B - 1, 0)]
-    return jnp.where((n_B > 0)[:, None], last_BxD, slots.hidden_BxD), kv, valid_BxC
+def _seated(region: Region, seats: Sitting, n: int) -> Memory:
+    k, v = jax.tree.map(lambda pages: pages[..., :n, :, :, :], (region.k, region.v))
+    return Memory(k, v, Seats(seats.row_NxG, seats.length_N, seats.at_RxW))
 
 
-def _draw(decoder, params, hidden_BxD, position_B, *, keys_B, temperature):
-    """The next token of each slot and its log-prob."""
-    logits_BxV = decoder.apply({"params": params}, hidden_BxD, method="logits")
-    logits_BxV = logits_BxV / jnp.where(temperature > 0, temperature, 1.0)
-    noise_BxV = jax.vmap(
-        lambda key, position: jax.random.gumbel(
-            jax.random.fold_in(key, position), logits_BxV.shape[1:]))(keys_B, position_B)
-    scores_BxV = jnp.where(temperature > 0, logits_BxV + noise_BxV, logits_BxV)
-    token_B = jnp.argmax(scores_BxV, axis=-1).astype(jnp.int32)
-    logprobs_BxV = jax.nn.log_softmax(logits_BxV, axis=-1)
-    return token_B, jnp.take_along_axis(logprobs_BxV, token_B[:, None], axis=-1)[:, 0]
+def _zeros(decoder: Decoder, rows: int, length: int):
+    """k and v of so many rows or pages, as the decoder's Memory takes them."""
+    model = decoder.config
+    dtype = jnp.dtype(model.compute_dtype)
+    k = jnp.zeros((model.n_layers, rows, model.n_kv_heads, model.head_dim, length), dtype)
+    v = jnp.zeros((model.n_layers, rows, model.n_kv_heads, length, model.head_dim), dtype)
+    return (tuple(k), tuple(v)) if unrolled(model) else (k, v)
 
 
-def _sample(decoder, params, config: SamplerConfig, stop, draw, prefix: Memory, chunk_kv,
-            valid_BxC, hidden_BxD, start_B, sample_B, budget_B):
-    """Samples until each slot stops, is out of budget, or too few are left to wait for.
-    Returns the hidden states, the K/V of chunk and message, and the WaveOutput."""
-    B, C, M = config.slots, config.chunk, config.max_new
-    patience = int(config.straggler_share * B)
-    room = ((0, 0), (0, 0), (0, 0), (0, M), (0, 0))  # for the message, behind the chunk
-    near = by_layer(Memory(k=jnp.pad(chunk_kv[0], room), v=jnp.pad(chunk_kv[1], room),
-                           valid_BxS=jnp.pad(valid_BxC, ((0, 0), (0, M)))), decoder.config)
-    token_B, logprob_B = draw(hidden_BxD, start_B)
-    out = WaveOutput(
-        tokens_BxM=jnp.zeros((B, M), jnp.int32).at[:, 0].set(token_B),
-        logprobs_BxM=jnp.zeros((B, M), jnp.float32).at[:, 0].set(logprob_B),
-        count_B=jnp.where(sample_B, 1, 0).astype(jnp.int32),
-        stopped_B=sample_B & jnp.isin(token_B, stop), length_B=start_B)
-    alive_B = sample_B & ~out.stopped_B & (budget_B > 1)
-
-    def more(carry):
-        return jnp.sum(carry[1]) > patience
-
-    def step(carry):
-        i, alive_B, hidden_BxD, near, out = carry
-        token_B = jax.lax.dynamic_index_in_dim(out.tokens_BxM, i, axis=1, keepdims=False)
-        hidden_Bx1xD, kv = decoder.apply(
-            {"params": params}, token_B[:, None], (start_B + i)[:, None],
-            jnp.ones((B, 1, 1), bool), (prefix, near))
-        # A slot that has stopped goes on writing behind its end; nothing ever reads that.
-        near = append(near, kv, C + i)
-        near = near.replace(valid_BxS=near.valid_BxS.at[:, C + i].set(True))
-        hidden_BxD = jnp.where(alive_B[:, None], hidden_Bx1xD[:, 0], hidden_BxD)
-        token_B, logprob_B = draw(hidden_BxD, start_B + i + 1)
-        put = lambda x_BxM, x_B: jax.lax.dynamic_update_slice_in_dim(  # noqa: E731
-            x_BxM, x_B[:, None], i + 1, axis=1)
-        count_B = out.count_B + alive_B
-        stopped_B = out.stopped_B | (alive_B & jnp.isin(token_B, stop))
-        out = WaveOutput(put(out.tokens_BxM, token_B), put(out.logprobs_BxM, logprob_B),
-                         count_B, stopped_B, out.length_B)
-        return i + 1, alive_B & ~stopped_B & (count_B < budget_B), hidden_BxD, near, out
-
-    _, _, hidden_BxD, near, out = jax.lax.while_loop(
-        more, step, (jnp.int32(0), alive_B, hidden_BxD, near, out))
-    return hidden_BxD, near, out
+# ---------------------------------------------------------------- what the cache holds
 
 
-def _write(cache, chunk, at_B):
-    """Writes chunk [layers, B, KV, C, HD] into cache [layers, B, KV, S, HD] at positions at_B."""
-    def one(cache_KVxSxHD, chunk_KVxCxHD, at):
-        return jax.lax.dynamic_update_slice_in_dim(cache_KVxSxHD, chunk_KVxCxHD, at, axis=1)
-    return jax.vmap(jax.vmap(one), in_axes=(0, 0, None))(cache, chunk, at_B)
+_ODD = 2654435761  # a large odd number; multiples of it are spread over 32 bits
+
+
+def _marks(ids_NxE, table: Table, first_R) -> jax.Array:
+    """uint32 [R]: the part of `checksum` that a table's tokens make, the first of which has
+    the position first_R."""
+    page = ids_NxE.shape[1]
+    index = jnp.arange(table.page_RxW.shape[1] * page)
+    ids_RxS = ids_NxE.at[table.page_RxW].get(mode="clip").reshape(table.page_RxW.shape[0], -1)
+    weight_RxS = (first_R[:, None] + index).astype(jnp.uint32) * 2 + 1
+    terms = (ids_RxS.astype(jnp.uint32) + 1) * weight_RxS * jnp.uint32(_ODD)
+    return jnp.where(index < table.length_R[:, None], terms, 0).sum(1, dtype=jnp.uint32)
+
+
+def checksum(ids: Sequence[int], first: int = 0, before: int = 0) -> int:
+    """32 bits of ids and their order: the sum of (id + 1) (2 position + 1) times a constant.
+    These ids have the positions first, first + 1, ...; `before`: what those in front made."""
+    ids = np.asarray(ids, np.uint32)
+    weight = (np.arange(len(ids), dtype=np.uint32) + np.uint32(first)) * np.uint32(2) + np.uint32(1)
+    here = ((ids + np.uint32(1)) * weight * np.uint32(_ODD)).sum(dtype=np.uint32)
+    return (int(here) + before) % 2**32

@@ -9,6 +9,12 @@ A rollout is a handle; its operations are sent at once and answered in order:
 
 `result` raises EnvError where the environment itself broke, and ToolCrash where a worker was
 lost over this rollout. Both ways of hosting give the same results for the same operations.
+
+Whoever has something else to do meanwhile looks now and then, and waits when that is done:
+
+    host.poll()
+    answered = [pending for pending in asked if pending.ready()]
+    host.wait(asked)
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import collections
 import dataclasses
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, TypeVar
 
 from rods_jax.tools.env import Environment, Suite, UserTurn
@@ -34,7 +40,9 @@ MOST_MEMORY_MB = 2**24  # 16 TiB
 
 @dataclasses.dataclass(frozen=True)
 class HostConfig:
-    count: int = 0  # worker processes; 0 runs the tools in this process, without such limits
+    # Worker processes; 0 runs the tools in this process, without such limits. A worker runs one
+    # operation at a time: for tools that wait, as many as rollouts are played at once.
+    count: int = 0
     call_s: float = 10.0  # wall seconds one call may take
     memory_mb: int = 1024  # what a worker may allocate beyond its size at start (address space)
     output_chars: int = 20_000  # of one result; the rest is cut, with a note how many
@@ -82,6 +90,9 @@ class Outage(Exception):
 
 
 class Pending(Protocol[T_co]):
+    def ready(self) -> bool:
+        """Whether `result` would return or raise at once, as far as the host has looked."""
+
     def result(self) -> T_co:
         """Waits for the answer. Raises ToolCrash, EnvError or Outage."""
 
@@ -103,6 +114,14 @@ class Host(Protocol):
 
     def finish(self, rollout: int) -> None:
         """Frees the rollout; may be called twice, and after a crash."""
+
+    def poll(self) -> None:
+        """Looks once at what has come, without waiting, so that `ready` knows it. Operations
+        that are out of time end here too. Raises nothing: what is wrong is in the results."""
+
+    def wait(self, pendings: Collection[Pending]) -> None:
+        """Returns when at least one of these is ready, at once if one is: `result`, which may
+        raise, comes next. Sleeps meanwhile, under the same limits on time as `result`."""
 
     def close(self) -> None:
         """Ends the host; may be called twice."""
@@ -136,6 +155,13 @@ def close_turn(env: Environment, said: str) -> Closed:
     return outcome, env.begin_turn()
 
 
+def any_ready(pendings: Collection[Pending]) -> bool:
+    """Raises ValueError where there are none, which nobody could wait for."""
+    if not pendings:
+        raise ValueError("there are no operations to wait for: give one or more")
+    return any(pending.ready() for pending in pendings)
+
+
 def cut(text: str, output_chars: int) -> str:
     left = len(text) - output_chars
     return f"{text[:output_chars]}\n[{left} more characters cut]" if left > 0 else text
@@ -161,6 +187,9 @@ class _Done:
     def __init__(self, value, error: EnvError | None = None):
         self._value, self._error = value, error
 
+    def ready(self) -> bool:
+        return True
+
     def result(self):
         if self._error is not None:
             raise self._error
@@ -168,7 +197,8 @@ class _Done:
 
 
 class InProcessHost:
-    """Implements Host over a suite, without limits on time and memory."""
+    """Implements Host over a suite, without limits on time and memory. An operation runs when
+    it is asked for, so it is ready from the beginning."""
 
     def __init__(self, suite: Suite, output_chars: int = HostConfig.output_chars):
         self.crashes: collections.Counter[Crash] = collections.Counter()
@@ -206,6 +236,12 @@ class InProcessHost:
     def finish(self, rollout: int) -> None:
         self._tasks.pop(rollout, None)
         self._envs.pop(rollout, None)
+
+    def poll(self) -> None:
+        pass
+
+    def wait(self, pendings: Collection[Pending]) -> None:
+        any_ready(pendings)
 
     def close(self) -> None:
         self._tasks.clear()

@@ -22,9 +22,13 @@ from rods_jax.tools.host import EnvError, Outage
 from rods_jax.tools.worker import LENGTH, Answer, Request, frame
 from rods_jax.types import Json, Task, ToolCall
 
-_NAMES = {Request.START: "the making of its environment", Request.END: "the end of a turn, where gold calls run",
-          Request.PLAY: "a replay"}
+_NAMES = {Request.START: "the making of its environment",
+          Request.END: "the end of a turn, where gold calls run", Request.PLAY: "a replay"}
 PIPE_BYTES = 2**20  # what a worker may be ahead of a parent that is busy elsewhere
+# Of all pipes of a pool together. Beyond a user's share, 64 MiB as a rule, Linux gives all
+# the user's programs pipes of 8 KiB.
+PIPES_BYTES = 2**25
+LEAST_PIPE_BYTES = 2**16  # what a pipe has by itself
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,15 +92,18 @@ class Operation:
 
 
 class WorkerProcess:
-    """`barren`: tasks over which the workers before it in this place were lost, "" for none,
-    since one of them got an operation done. Raises Outage where no process can be started."""
+    """`pipe_bytes`: of its requests and of its answers. `barren`: tasks over which the workers
+    before it in this place were lost, "" for none, since one of them got an operation done.
+    Raises Outage where no process can be started."""
 
-    def __init__(self, hello: Operation, barren: tuple[str, ...] = ()):
-        requests_in, self.requests = os.pipe()
-        self.answers, answers_out = os.pipe()
-        lifeline_in, self._lifeline = os.pipe()
-        theirs = (requests_in, answers_out, lifeline_in)
+    def __init__(self, hello: Operation, pipe_bytes: int, barren: tuple[str, ...] = ()):
+        ends: list[int] = []
         try:
+            for _ in range(3):
+                ends.extend(os.pipe())
+            requests_in, self.requests, self.answers, answers_out, *life = ends
+            lifeline_in, self._lifeline = life
+            theirs = (requests_in, answers_out, lifeline_in)
             self._process = subprocess.Popen(
                 # -P and the path: the worker imports what this process would.
                 [sys.executable, "-P", "-m", "rods_jax.tools.worker", *map(str, theirs)],
@@ -104,16 +111,15 @@ class WorkerProcess:
                 pass_fds=theirs, stdin=subprocess.DEVNULL, stdout=2,  # what tools print
                 start_new_session=True)  # whatever tools start ends with their worker
         except OSError as error:
-            for end in (self.requests, self.answers, self._lifeline):
+            for end in ends:
                 os.close(end)
-            raise Outage(f"tool workers cannot be started ({error}): set workers.count to 0 to "
-                         "run the tools in this process") from error
-        finally:
-            for end in theirs:
-                os.close(end)
+            raise Outage(f"tool workers cannot be started ({error}): set a lower workers.count, "
+                         "or 0 to run the tools in this process") from error
+        for end in theirs:
+            os.close(end)
         for end in (self.requests, self.answers):
             os.set_blocking(end, False)
-            _widen(end)
+            _widen(end, pipe_bytes)
         self.queue: collections.deque[Operation] = collections.deque()
         self.rollouts: dict[int, Rollout] = {}
         self.barren = barren
@@ -241,8 +247,14 @@ def call_row(call: ToolCall) -> Json:
     return [call.name, dict(call.arguments)]
 
 
-def _widen(pipe: int) -> None:
-    """As far as the system lets us; a narrow pipe only makes a worker wait for us earlier."""
+def pipe_share(count: int) -> int:
+    """Of one pipe where a pool has `count` workers, a power of two."""
+    share = PIPES_BYTES // (2 * count)
+    return max(LEAST_PIPE_BYTES, min(PIPE_BYTES, 1 << share.bit_length() >> 1))
+
+
+def _widen(pipe: int, size: int) -> None:
+    """If the system lets us; a narrow pipe only makes a worker wait for us earlier."""
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         with contextlib.suppress(OSError):
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, size)

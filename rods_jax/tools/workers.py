@@ -1,30 +1,33 @@
 """Environments in worker processes: limits on time and memory, lost workers replaced.
 
 A worker serves many rollouts, one operation at a time. `WorkerPool` sends operations at once
-and reads answers while it waits for one. When a worker is lost, so is the rollout whose
-operation ran; all its other rollouts are made again in a new worker from their recorded
-operations, since environments are deterministic. For one thread at a time.
+and reads answers while it waits for one, or when it is told to look. When a worker is lost, so
+is the rollout whose operation ran; all its other rollouts are made again in a new worker from
+their recorded operations, since environments are deterministic. For one thread at a time.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
+import math
 import os
 import select
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rods_jax.tools.bulk import Item, Played, play_many
 from rods_jax.tools.env import UserTurn
 from rods_jax.tools.host import (
-    Closed, Crash, EnvError, HostConfig, Outage, Pending, ToolCrash)
+    Closed, Crash, EnvError, HostConfig, Outage, Pending, ToolCrash, any_ready)
 from rods_jax.tools.suites import SuiteSpec
 from rods_jax.tools.worker import MEMORY_EXIT, Answer, Request, frame
-from rods_jax.tools.worker_process import Operation, Rollout, WorkerProcess, call_row
+from rods_jax.tools.worker_process import (
+    Operation, Rollout, WorkerProcess, call_row, pipe_share)
 from rods_jax.types import Json, Task, ToolCall, ToolResult, TurnOutcome
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,9 @@ class _Answered:
                  read: Callable[[list[Json]], object]):
         self._pool, self._operation, self._read = pool, operation, read
 
+    def ready(self) -> bool:
+        return self._operation.settled or self._pool.down is not None
+
     def result(self):
         while not self._operation.settled:
             self._pool.pump()
@@ -52,8 +58,8 @@ class _Answered:
 
 
 class WorkerPool:
-    """Implements Host. Raises Outage, one line, where workers do not come up: at the first
-    result that is waited for, so that the workers' start costs nobody time."""
+    """Implements Host. Raises Outage, one line, where workers do not come up: at once if no
+    process can be started, else with the results, so that their start costs nobody time."""
 
     def __init__(self, spec: SuiteSpec, config: HostConfig):
         if config.count < 1:
@@ -68,8 +74,12 @@ class WorkerPool:
         self._outage: Outage | None = None
         self.workers: list[WorkerProcess] = []
         self._closed = weakref.finalize(self, _end_all, self.workers, os.getpid())
-        for _ in range(config.count):
-            self.workers.append(WorkerProcess(self._hello()))
+        try:
+            for _ in range(config.count):
+                self.workers.append(self._begin())
+        except Outage:
+            self.close()
+            raise
 
     # ------------------------------------------------------------------ operations
 
@@ -99,6 +109,15 @@ class WorkerPool:
     def finish(self, rollout: int) -> None:
         if (found := self._rollouts.pop(rollout, None)) is not None:
             found.home.finish(rollout)
+
+    def poll(self) -> None:
+        with contextlib.suppress(Outage):  # which every result raises from now on
+            self.pump(0.0)
+
+    def wait(self, pendings: Collection[Pending]) -> None:
+        while not any_ready(pendings):
+            with contextlib.suppress(Outage):
+                self.pump()
 
     def close(self) -> None:
         self._closed()
@@ -145,19 +164,28 @@ class WorkerPool:
     def pids(self) -> tuple[int, ...]:
         return tuple(worker.pid for worker in self.workers)
 
-    def _hello(self) -> Operation:
-        return Operation(Request.HELLO, [self._spec.to_json(), self._config.output_chars,
-                                         self._config.memory_mb], 1, START_S)
+    def _begin(self, barren: tuple[str, ...] = ()) -> WorkerProcess:
+        """It makes its suite while others begin; see WorkerProcess."""
+        config = self._config
+        hello = Operation(Request.HELLO, [self._spec.to_json(), config.output_chars,
+                                          config.memory_mb], 1, START_S)
+        return WorkerProcess(hello, pipe_share(config.count), barren)
+
+    @property
+    def down(self) -> Outage | None:
+        """Why nothing can be asked any more."""
+        if self._outage is None and not self._closed.alive:
+            return Outage("the tool workers are closed: make a new host")
+        return self._outage
 
     def check(self) -> None:
-        if self._outage is not None:
-            raise self._outage
-        if not self._closed.alive:
-            raise Outage("the tool workers are closed: make a new host")
+        if (down := self.down) is not None:
+            raise down
 
-    def pump(self) -> None:
-        """Waits until a worker says something, takes bytes or is out of time, and acts on it.
-        Time is up only for what had nothing to say after we looked, however late we look."""
+    def pump(self, most_s: float = math.inf) -> None:
+        """Waits until a worker says something, takes bytes or is out of time, for `most_s` at
+        most, and acts on it. Time is up only for what had nothing to say after we looked,
+        however late we look."""
         self.check()
         poll = select.poll()
         for worker in self.workers:
@@ -165,9 +193,9 @@ class WorkerPool:
             if worker.writing:
                 poll.register(worker.requests, select.POLLOUT)
         ends = [worker.expires for worker in self.workers if worker.expires is not None]
-        if not ends:
+        wait_s = min(most_s, max(0.0, min(ends, default=math.inf) - time.monotonic()))
+        if wait_s == math.inf:
             raise ValueError("no worker was asked anything: there is nothing to wait for")
-        wait_s = max(0.0, min(ends) - time.monotonic())
         ready = {end for end, _ in poll.poll(1000 * wait_s)}
         looked = time.monotonic()
         for worker in list(self.workers):
@@ -230,7 +258,7 @@ class WorkerPool:
                        "them in this process")
         self.replaced += 1
         try:
-            fresh = WorkerProcess(self._hello(), barren)
+            fresh = self._begin(barren)
         except Outage as error:
             self._outage = error
             raise

@@ -1,15 +1,14 @@
-"""Speed side by side: `python -m experiments.bench tools [--json FILE]`.
+"""BFCL tasks replayed and scored, here and in bfcl-eval.
 
-`tools` replays and scores the gold calls of all 800 BFCL multi-turn tasks, here (official
-scoring) and with the checker of the package bfcl-eval, task by task in turn, in one process
-and one run. It ends with an error if any verdict is not "valid". Here the rollouts of a task
+The gold calls of all 800 BFCL multi-turn tasks are replayed and scored here (official scoring)
+and with the checker of the package bfcl-eval, task by task in turn, in one process and one
+run, which ends with an error if any verdict is not "valid". Here the rollouts of a task
 share one run of its gold calls, so they are played as training does, in groups of 16: "group"
 is the mean over a group, "first" its first rollout alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import copy
@@ -25,7 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.config import UserError
 from rods_jax.tasks.replay import Replay, Transcript, gold_transcript, play
 from rods_jax.tools import bfcl_data
 from rods_jax.tools.bfcl import BFCLSuite
@@ -39,31 +38,6 @@ from rods_jax.types import CATEGORIES, Json, Task, ToolResult, TurnOutcome
 WORKERS = 2
 GROUP = 16  # rollouts a task (paper: K)
 ALL = "all"
-
-
-def parser() -> argparse.ArgumentParser:
-    arguments = argparse.ArgumentParser(
-        prog="python -m experiments.bench", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = arguments.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    tools = commands.add_parser("tools", help="BFCL tasks, here and in bfcl-eval")
-    tools.add_argument("--repeats", type=int, default=5, help="counted passes over all tasks")
-    tools.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
-    tools.set_defaults(run=lambda args: bench_tools(args.repeats), table=tools_table)
-    return arguments
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    if args.repeats < 1:
-        raise UserError(f"--repeats is {args.repeats}: give at least 1")
-    if args.json and args.json != "-":
-        check_out(args.json)
-    found = args.run(args)
-    if args.json != "-":
-        print(args.table(found))
-    if args.json:
-        write_json(args.json, found)
 
 
 # ------------------------------------------------------------------------- the two sides
@@ -178,8 +152,9 @@ def bench_tools(repeats: int) -> dict[str, Json]:
 
 
 def interleaved(package: Package, rows: dict[str, Entry], tasks: Sequence[Task]) -> Pass:
-    """Every task on both sides, a group here and once there, who goes first in turn. Cleaning the package is not
-    counted, and neither is the reading of gold texts, which `tasks` hold already parsed."""
+    """Every task on both sides, a group here and once there, who goes first in turn. Cleaning
+    the package is not counted, and neither is the reading of gold texts, which `tasks` hold
+    already parsed."""
     group, first, theirs = ({c.value: 0.0 for c in CATEGORIES} for _ in range(3))
     suite = official_suite()  # which has scored no task yet
 
@@ -356,8 +331,8 @@ def tools_table(found: dict[str, Json]) -> str:
         lines.append(line(name, *rates, f"{row['ratio_first']:.2f}", f"{ratio:.2f}",
                           span(*row["ratio_range"])))
     rate = found["tasks"] / found["seconds"]["two_workers"]
-    lines.append(f"two workers    {rate:.0f} rollouts/s, {found['ratio_two_workers']:.2f} times one "
-                 f"process ({span(*found['ratio_two_workers_range'])})")
+    lines.append(f"two workers    {rate:.0f} rollouts/s, {found['ratio_two_workers']:.2f} times "
+                 f"one process ({span(*found['ratio_two_workers_range'])})")
     spent = sorted(found["shares"].items(), key=lambda item: -item[1])
     lines.append("time here goes to " + ", ".join(
         f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in spent))
@@ -365,6 +340,3 @@ def tools_table(found: dict[str, Json]) -> str:
                  "(the package parses while it runs)")
     return "\n".join(lines)
 
-
-if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))

@@ -1,0 +1,192 @@
+"""K/V of earlier tokens that a chunk attends to, in the three forms that rollouts keep it in.
+
+    Rows     one stretch of memory a row, which the chunk itself is written into: how a decode
+             loop remembers what it does.
+    Seats    pages read in place, all at once, each by the rows that sit at it: how a decode
+             step reads. A page of a prompt is read once for all rollouts of its group.
+    Tables   pages collected row by row, block by block: how a long chunk reads.
+
+Every form gives its part of the softmax; the parts are joined by their maxima and sums
+(the log-sum-exp rule of https://arxiv.org/abs/2205.14135), so no K/V is ever copied together.
+No gradients: training attends within a chunk alone.
+
+Dim letters: B rows, C queries a row, H heads, KV key/value heads, Q = H / KV, HD head width,
+S keys, N pages, E keys a page, G seats a page, W pages a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rods_jax.models.attention import MASKED
+
+
+@flax.struct.dataclass
+class Rows:
+    """k [B, KV, HD, S], v [B, KV, S, HD]. The chunk becomes the entries at .. at + C of every
+    row; its query c sees the entries 0 .. at + c."""
+
+    at: jax.Array  # int32 scalar
+
+
+@flax.struct.dataclass
+class Seats:
+    """k [N, KV, HD, E], v [N, KV, E, HD]; for chunks of one token (C = 1).
+
+    Row b sees the first `length_N[n]` entries of page n where a seat of the page, (n, g) with
+    row_NxG[n, g] = b, is among its own, at_BxW; of a seat nobody has, the row may be any."""
+
+    row_NxG: jax.Array  # int32, whose query is at the seat
+    length_N: jax.Array  # int32, valid entries of the page
+    at_BxW: jax.Array  # int32, n * G + g; N * G or more: none
+
+
+@flax.struct.dataclass
+class Tables:
+    """k [N, KV, HD, E], v [N, KV, E, HD].
+
+    Row b sees the first length_B[b] tokens of its pages page_BxW[b, 0], page_BxW[b, 1], ...
+    block: pages of a row collected at once; W must be a multiple of it."""
+
+    page_BxW: jax.Array  # int32; beyond a row's tokens any page
+    length_B: jax.Array  # int32
+    block: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Memory:
+    """Keys, after rope, and values in compute_dtype, with a leading axis of layers or as a
+    tuple of arrays a layer; `where` says who sees what, and how k and v lie.
+    Keys have their entries last and values have them in front of the width: so both products
+    with a few queries read memory in the order it lies in. Entries nobody sees must be finite."""
+
+    k: jax.Array | tuple[jax.Array, ...]
+    v: jax.Array | tuple[jax.Array, ...]
+    where: Rows | Seats | Tables
+
+
+def each(function, x, *rest):
+    """Applies `function` to one layer's arrays: over a tuple of layers, or a leading axis."""
+    if isinstance(x, tuple):
+        return tuple(function(*one) for one in zip(x, *rest))
+    return jax.vmap(function)(x, *rest)
+
+
+def store(k, v, kv, page_BxC: jax.Array, at_BxC: jax.Array):
+    """Pages k, v with a chunk's K/V, as the decoder returns it: token c of row b becomes
+    entry at_BxC[b, c] of page page_BxC[b, c]; no page (N or more): it is dropped."""
+    def put_k(old, new):  # [N, KV, HD, E], [B, KV, C, HD]
+        return old.at[page_BxC, :, :, at_BxC].set(new.swapaxes(1, 2), mode="drop")
+    def put_v(old, new):  # [N, KV, E, HD], [B, KV, C, HD]
+        return old.at[page_BxC, :, at_BxC].set(new.swapaxes(1, 2), mode="drop")
+    return each(put_k, k, kv[0]), each(put_v, v, kv[1])
+
+
+# ---------------------------------------------------------------- parts of a softmax
+
+
+class Part(NamedTuple):
+    """Of the softmax over some of the keys: float32 [B, KV, Q, C, 1], the largest score and
+    the sum of exp(score - peak), and [B, KV, Q, C, HD], the values so weighted."""
+
+    peak: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+def attend(q_BxCxHxHD, self_kv, self_mask, memories):
+    """Softmax attention of a chunk to itself and its memories. Returns [B, C, H, HD] and the
+    chunk's K/V, or where the last memory is Rows that memory's k and v with the chunk in it.
+
+    self_kv: the chunk's (k, v), each [B, KV, C, HD]; self_mask: bool, broadcastable to
+    [B, C, C], not read with Rows. memories: tuples (k, v, where) of one layer."""
+    b, c, h, hd = q_BxCxHxHD.shape
+    k, v = self_kv
+    kv = k.shape[1]
+    q = (q_BxCxHxHD * hd ** -0.5).reshape(b, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
+    *earlier, (near_k, near_v, where) = memories
+    if isinstance(where, Rows):
+        # Written before it is read, so that a loop can do it in place.
+        k = jax.lax.dynamic_update_slice_in_dim(near_k, k.swapaxes(2, 3), where.at, axis=3)
+        v = jax.lax.dynamic_update_slice_in_dim(near_v, v, where.at, axis=2)
+        seen = jnp.arange(v.shape[2]) <= where.at + jnp.arange(c)[:, None]
+        parts = [_part(q, k, v, seen[None])]
+    else:
+        earlier = memories
+        parts = [_part(q, k.swapaxes(2, 3), v, self_mask)]
+    for memory_k, memory_v, where in earlier:
+        read = _seats if isinstance(where, Seats) else _tables
+        parts.append(read(q, memory_k, memory_v, where))
+    joined = _join(*parts)
+    out = (joined.out / joined.total).astype(q.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, hd), (k, v)
+
+
+def _join(*parts: Part) -> Part:
+    peak = functools.reduce(jnp.maximum, [part.peak for part in parts])
+    weights = [jnp.exp(part.peak - peak) for part in parts]
+    return Part(peak, sum(part.total * w for part, w in zip(parts, weights)),
+                sum(part.out * w for part, w in zip(parts, weights)))
+
+
+def _part(q, k, v, mask_BxCxS) -> Part:
+    """q [B, KV, Q, C, HD], k [B, KV, HD, S], v [B, KV, S, HD]. A query that sees no key gets
+    a peak so low that the part weighs nothing beside any other."""
+    b, kv, groups, c, hd = q.shape
+    flat = q.reshape(b, kv, groups * c, hd)
+    scores = jnp.einsum("bnmh,bnhs->bnms", flat, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_BxCxS[:, None, None], scores.reshape(b, kv, groups, c, -1), MASKED)
+    peak = scores.max(-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    out = jnp.einsum("bnms,bnsh->bnmh", weights.reshape(b, kv, groups * c, -1).astype(v.dtype), v,
+                     preferred_element_type=jnp.float32)
+    return Part(peak, weights.sum(-1, keepdims=True), out.reshape(b, kv, groups, c, hd))
+
+
+def _seats(q, k, v, where: Seats) -> Part:
+    n, kv, hd, entries = k.shape
+    groups, seats = q.shape[2], where.row_NxG.shape[1]
+    # The seats of a page are its queries: [N, G, KV, Q, 1, HD] -> [N, KV, Q, G, HD].
+    sitting = q[where.row_NxG][..., 0, :].transpose(0, 2, 3, 1, 4)
+    seen = jnp.arange(entries) < where.length_N[:, None]
+    part = _part(sitting, k, v, seen[:, None, :])
+    # Back to the rows: each collects what its seats have found, W of them.
+    flat = jax.tree.map(
+        lambda x: x.transpose(0, 3, 1, 2, 4).reshape(n * seats, kv, groups, 1, -1), part)
+    taken = where.at_BxW < n * seats
+    at = jnp.where(taken, where.at_BxW, 0)
+    peak = jnp.where(taken[..., None, None, None, None], flat.peak[at], MASKED)
+    top = peak.max(1)
+    weight = jnp.exp(peak - top[:, None])
+    # As a product: a CPU's compiler would make the sum part of the next product, and slow.
+    out = jnp.einsum("bwnqch,bwnqcx->bnqch", flat.out[at], weight)
+    return Part(top, (flat.total[at] * weight).sum(1), out)
+
+
+def _tables(q, k, v, where: Tables) -> Part:
+    b, kv, groups, c, hd = q.shape
+    entries, block = k.shape[3], where.block
+    size = block * entries
+    n_blocks = -(-where.length_B.max() // size)
+
+    def collect(pages_Bxw, x, axis):  # [B, w, KV, ...] -> [B, KV, ...] with the entries joined
+        x = jnp.moveaxis(x.at[pages_Bxw].get(mode="clip"), 1, axis)
+        return x.reshape(*x.shape[:axis], size, *x.shape[axis + 2:])
+
+    def step(i, part):
+        pages_Bxw = jax.lax.dynamic_slice_in_dim(where.page_BxW, i * block, block, axis=1)
+        seen = i * size + jnp.arange(size) < where.length_B[:, None]
+        more = _part(q, collect(pages_Bxw, k, 3), collect(pages_Bxw, v, 2), seen[:, None, :])
+        return more if part is None else _join(part, more)
+
+    if where.page_BxW.shape[1] == block:
+        return step(0, None)
+    shape = (b, kv, groups, c)
+    nothing = Part(jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)),
+                   jnp.zeros((*shape, hd)))
+    return jax.lax.fori_loop(0, n_blocks, step, nothing)

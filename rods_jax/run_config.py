@@ -236,12 +236,15 @@ class RunConfig:
         if self.pool.capacity < self.tasks.seeds:
             raise ValueError(f"pool.capacity {self.pool.capacity} is below tasks.seeds "
                              f"{self.tasks.seeds}: raise it to seeds + p_max")
-        if self.sampler.keep.on:
-            raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
-                             "the whole distribution: leave them at 0 and 1, or evaluate with "
-                             "--set sampler.top_p=... alone")
         if self.rollout_weights is not Precision.TRAINED \
                 and self.update.loss.truncated_importance is None:
             raise ValueError(f"rollout_weights is {self.rollout_weights.value}, so the sampler's "
                              "log-probs are not the trainer's own: set "
                              "update.loss.truncated_importance, to 2.0 for one")
+
+    def check_training(self) -> None:
+        """Raises ValueError, one line, for what may be evaluated but not trained."""
+        if self.sampler.keep.on:
+            raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
+                             "the whole distribution: leave them at 0 and 1, or give them to "
+                             "experiments.evaluate alone")

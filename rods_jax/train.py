@@ -85,6 +85,7 @@ class Run:
     """State of a run between steps: device trees `train` and `pool`, host tables beside."""
 
     def __init__(self, config: RunConfig, folder: pathlib.Path, cache: pathlib.Path):
+        config.check_training()
         self.config, self.folder = config, folder
         self.parts = build(config)
         suite = self.parts.suite
@@ -435,8 +436,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     write_json(folder / "config.json", to_json(config))
     print(f"{run.warm_up()} programs of the rollouts compiled", flush=True)
     if before is None:
-        print(f"evaluating {len(run.held_in) + len(run.new_structures)} tasks before training",
-              flush=True)
+        print(f"evaluating {len(run.held_in + run.new_structures)} tasks first", flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))
         write_json(folder / "before.json", before)
     progress, learned = Progress(config.steps, start=run.step), True

@@ -5,7 +5,7 @@ By hand, for it needs the TPU compiler and takes minutes:
     pip install libtpu==0.0.42.1  # for jax 0.10.2; `pip install jax[tpu]` names its own
     PYTHONPATH=. JAX_PLATFORMS=cpu python tests/aot_tpu_rollout.py [--layers 4]
 
-One JSON line for each program, bytes on a device by the real compiler's account:
+One JSON object for each program, bytes on a device by the real compiler's account:
 
     pages      K/V and ids of the cache, as the shapes have it
     weights    as the shapes have them
@@ -13,7 +13,8 @@ One JSON line for each program, bytes on a device by the real compiler's account
     temp       what lives between arguments and results
     alias      results that take the place of arguments: all pages, where donation is honoured
     all        everything at once
-    large      intermediate arrays of at least `--large` MiB, by where they come from
+    large      what makes arrays of at least `--large` MiB outside of fused loops, and where it
+               comes from. Pages updated in place are among them; copies of pages must not be.
 """
 
 from __future__ import annotations
@@ -87,9 +88,6 @@ def large(text: str, least: int) -> list[str]:
     for body in re.split(r"\n\n", text):
         if "fused_computation" in body.lstrip().split(" ", 1)[0]:
             continue
-        for made, name in re.findall(r"^\s+(?:ROOT )?%\S+ = (.*?) ([a-z][a-z0-9-]*)\(.*$",
-                                     body, re.M):
-            del made, name
         for line in body.splitlines():
             match = re.match(r"\s+(?:ROOT )?%(\S+) = (.*?) ([a-z][a-z0-9-]*)\(", line)
             if match is None or match[3] in _FREE:

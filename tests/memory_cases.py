@@ -19,9 +19,8 @@ def empty_pages(config, rows, entries):
 def remember(pages, kv, start_B):
     """The pages with a chunk's K/V behind the first start_B[b] entries of row b's page."""
     chunk = jax.tree.leaves(kv)[0].shape[-2]
-    at_BxC = jnp.asarray(start_B)[:, None] + jnp.arange(chunk)
-    rows = jnp.broadcast_to(jnp.arange(len(start_B))[:, None], at_BxC.shape)
-    return store(*pages, kv, rows, at_BxC)
+    rows = jnp.arange(len(start_B))
+    return store(*pages, kv, rows[:, None], jnp.asarray(start_B), jnp.full_like(rows, chunk))
 
 
 def page_a_row(pages, length_B):

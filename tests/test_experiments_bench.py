@@ -121,5 +121,6 @@ def test_wrong_input_is_one_line(monkeypatch, tmp_path):
 
 
 def test_jax_stays_out_of_the_workers():
-    code = "import sys, experiments.bench.__main__; assert not {'jax', 'bfcl_eval'} & set(sys.modules)"
+    code = ("import sys, experiments.bench.__main__; "
+            "assert not {'jax', 'bfcl_eval'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True)

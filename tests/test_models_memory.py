@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rods_jax.models.attention import causal_mask
-from rods_jax.models.memory import Rows, Seats, Tables, attend, each, store
+from rods_jax.models.memory import (
+    Rows, Seats, Tables, attend, each, store, store_by_page, store_by_token)
 
 B, H, HD, E = 4, 4, 6, 3  # rows, heads, head width, entries a page
 LOUD = 1e4  # of what nobody may see: shows at once where it leaks
@@ -231,23 +232,26 @@ def test_large_scores_stay_finite():
 
 
 @pytest.mark.parametrize("layered", [False, True])
-def test_store_puts_each_token_in_its_place_and_drops_those_without(layered):
+@pytest.mark.parametrize("store", [store_by_token, store_by_page, store])
+def test_store_puts_each_token_in_its_place_and_drops_those_without(store, layered):
     rng = np.random.default_rng(7)
-    layers, n, kv, chunk = 2, 5, 2, 3
+    layers, n, kv, chunk = 2, 4 * B, 2, 2 * E + 1
     k, v = normal(rng, layers, n, kv, HD, E), normal(rng, layers, n, kv, E, HD)
     new = normal(rng, layers, B, kv, chunk, HD), normal(rng, layers, B, kv, chunk, HD)
-    places = rng.permutation(n * E)[:B * chunk].reshape(B, chunk)
-    page_BxC, at_BxC = (places // E).astype(np.int32), (places % E).astype(np.int32)
-    page_BxC[0, 1], page_BxC[3, 2] = n, n + 7  # no pages
+    page_BxW = rng.permutation(n).reshape(B, 4).astype(np.int32)
+    at_B = np.resize([0, 1, E, E + 2, 2 * E - 1], B).astype(np.int32)
+    n_B = np.resize([chunk, 3, 0, E, 1], B).astype(np.int32)
+    page_BxW[0, 1], page_BxW[3, 1:] = n, n + 7  # no pages
     split = tuple if layered else jnp.asarray
-    got_k, got_v = quick_jit(store)(split(k), split(v), tuple(map(split, new)), page_BxC, at_BxC)
+    got_k, got_v = quick_jit(store)(split(k), split(v), tuple(map(split, new)), page_BxW, at_B, n_B)
     assert isinstance(got_k, tuple) == isinstance(got_v, tuple) == layered
     want_k, want_v = k.copy(), v.copy()
-    for b, c in np.ndindex(B, chunk):
-        if page_BxC[b, c] < n:
+    for b in range(B):
+        for c in range(n_B[b]):
+            page, at = page_BxW[b, (at_B[b] + c) // E], (at_B[b] + c) % E
             for i in range(layers):
-                put((want_k[i], want_v[i]), page_BxC[b, c], at_BxC[b, c], new[0][i, b, :, c],
-                    new[1][i, b, :, c])
+                if page < n:
+                    put((want_k[i], want_v[i]), page, at, new[0][i, b, :, c], new[1][i, b, :, c])
     np.testing.assert_array_equal(np.stack(got_k), want_k)
     np.testing.assert_array_equal(np.stack(got_v), want_v)
 

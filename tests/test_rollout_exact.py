@@ -271,7 +271,7 @@ def test_text_of_stop_tokens_ends_nothing():
                        (" ".join(stops), "ok " + stops[0])) for i in range(4)]
     (go, end), read = chat.stop_ids, chat.vocabulary.index("read")
     likely = {go: 5.0, end: 3.5, read: 6.0}
-    decoder, sampler = decoder_for(chat, unrolled=False), shape(wave_rows=(3,), top_k=9)
+    decoder, sampler = decoder_for(chat, unrolled=False), shape(top_k=9)
     found = both(tasks, weights(2, likely, decoder), 4, 1.0, chat, PATIENT, sampler, decoder)
     heard = 0  # results, behind which another message came
     for t in found:
@@ -297,7 +297,7 @@ def test_log_probs_equal_the_formulas_in_float64(temperature):
         np.testing.assert_allclose(t.logprobs_L[at], scores[at - 1, t.tokens_L[at]], atol=1e-4)
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"top_k": 5, "top_p": 0.8}])
+@pytest.mark.parametrize("filters", [{"top_p": 0.6, "wave_rows": (5,)}, {"top_k": 5, "top_p": 0.8}])
 def test_filtered_distributions(filters):
     sampler, once = dataclasses.replace(SHAPE, **filters), EngineConfig(max_steps=1)
     params = weights(5, {})

@@ -1,8 +1,7 @@
-"""Tools that do harm and budgets that end at a bad moment: only their own rollouts notice."""
+"""Tools that do harm to the process they run in: only their own rollouts notice."""
 
 import collections
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
@@ -14,23 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rollout_world as world
+from fault_cases import Recorder, assert_all_free, assert_cut, assert_same, flat, play, pool_of
 from fault_suites import FAULT, PID_FILE
-from loop_cases import babbler, tiny_config
-from rollout_world import SmallFormat, SmallSuite, chars, make_task
+from loop_cases import tiny_config
+from rollout_world import SmallFormat, SmallSuite, make_task
 from worker_suite import kill
 
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt
+from rods_jax.rollout.engine import Engine, EngineConfig
 from rods_jax.rollout.shapes import SamplerConfig
-from rods_jax.tools.calls_json import parse_json_calls
-from rods_jax.tools.host import HostConfig, InProcessHost, Outage
-from rods_jax.tools.suites import SuiteName, SuiteSpec
+from rods_jax.tools.env import UserTurn
+from rods_jax.tools.host import InProcessHost, Outage
 from rods_jax.tools.workers import WorkerPool
 from rods_jax.train import Counters, Run
-from rods_jax.types import Author, EndReason, ParsedStep
+from rods_jax.types import Author, EndReason
 
-KEY = jax.random.key(4)
 SUITE = SmallSuite(fault_suites.nothing)  # in which `exit` does no harm
 CHAT = SmallFormat()
 EXIT_ID = 5 + world.CALLS.index(world.EXIT)
@@ -39,11 +37,6 @@ SHAPE = SamplerConfig(slots=6, max_len=96, prompt_len=24, max_new=10, sharers=4,
 TASKS = [make_task(f"safe {i}", "hello"[:i], 1 + i % 3, ("yes", "no " * i)) for i in range(5)]
 TASKS[2:2] = [make_task(f"exits {i}", "out", 2, ("fine",), (*world.SAFE, "exit"))
               for i in range(2)]
-
-
-def pool_of(factory, kind=WorkerPool, module="fault_suites", **given):
-    config = HostConfig(**({"count": 2, "call_s": 60.0, "memory_mb": 512} | given))
-    return kind(SuiteSpec(SuiteName.CUSTOM, f"{module}:{factory}"), config)
 
 
 def talker(likely):
@@ -76,50 +69,9 @@ def engine():
                   SUITE)
 
 
-def play(engine, host, params=TALK, tasks=TASKS, group=4):
-    engine.host = host
-    try:
-        return engine.run(params, [make_prompt(task, SUITE, engine.chat) for task in tasks], group,
-                          KEY, 1.0)
-    finally:
-        host.close()
-        assert_all_free(engine)
-
-
-def assert_all_free(engine):
-    slots, memory = engine.slots, engine.slots.memory
-    assert slots.free(0) == engine.sampler.slots and not slots.rows
-    assert (len(slots._own[0]), len(slots._shared[0])) == (memory.own, memory.shared)
-
-
 @pytest.fixture(scope="module")
 def clean(engine):
-    return play(engine, InProcessHost(SUITE))[0]
-
-
-def flat(groups):
-    return list(itertools.chain(*groups))
-
-
-def assert_same(mine, other):
-    who = f"sample {other.sample} of {other.task_uid}"
-    assert mine.tokens_L.tolist() == other.tokens_L.tolist(), who
-    assert mine.author_L.tolist() == other.author_L.tolist(), who
-    np.testing.assert_allclose(mine.logprobs_L, other.logprobs_L, atol=1e-4, err_msg=who)
-    for name in ("task_uid", "sample", "outcomes", "end", "n_steps", "n_malformed", "rows"):
-        assert getattr(mine, name) == getattr(other, name), (who, name)
-
-
-def assert_cut(mine, other, end, length=None):
-    """It is the other one up to some sampled token."""
-    n = len(mine.tokens_L)
-    assert mine.end is end and (mine.task_uid, mine.sample) == (other.task_uid, other.sample)
-    assert n <= len(other.tokens_L) and (length is None or n == length)
-    assert mine.tokens_L.tolist() == other.tokens_L.tolist()[:n]
-    assert mine.author_L.tolist() == other.author_L.tolist()[:n]
-    assert mine.author_L[-1] == Author.SAMPLED
-    np.testing.assert_allclose(mine.logprobs_L, other.logprobs_L[:n], atol=1e-4)
-    assert mine.outcomes == other.outcomes[:len(mine.outcomes)]
+    return play(engine, InProcessHost(SUITE), TALK, TASKS)[0]
 
 
 def exit_at(trajectory):
@@ -170,7 +122,7 @@ def test_harm_ends_its_own_rollouts_only(engine, clean, monkeypatch, tmp_path, f
                                          reason):
     monkeypatch.setenv(PID_FILE, str(tmp_path / "pid"))
     host = pool_of(factory, **given)
-    groups, stats = play(engine, host)
+    groups, stats = play(engine, host, TALK, TASKS)
     harmed = 0
     for mine, other in zip(flat(groups), flat(clean), strict=True):
         at = exit_at(other)
@@ -217,7 +169,7 @@ class IdleSniper(Sniper):
 @pytest.mark.parametrize("kind", [Sniper, IdleSniper])
 def test_a_worker_killed_from_outside_costs_at_most_what_it_was_doing(engine, clean, kind):
     host = pool_of("make_small", kind)
-    groups, stats = play(engine, host)
+    groups, stats = play(engine, host, TALK, TASKS)
     assert not host.targets and host.replaced == 2
     lost = [(mine, other) for mine, other in zip(flat(groups), flat(clean))
             if mine.end is EndReason.TOOL_CRASH]
@@ -249,142 +201,11 @@ def test_workers_that_do_not_stay_up_end_the_run_and_leave_nothing_behind(
         engine, clean, module, factory):
     """They die over every environment, or at once."""
     with pytest.raises(Outage, match="tool workers do not stay up: 3 in a row") as caught:
-        play(engine, pool_of(factory, module=module, count=1), tasks=EVERYBODY_EXITS, group=2,
-             params=exiter())
+        play(engine, pool_of(factory, module=module, count=1), exiter(), EVERYBODY_EXITS, 2)
     assert "\n" not in str(caught.value)
-    again, stats = play(engine, pool_of("make_small"))
+    again, stats = play(engine, pool_of("make_small"), TALK, TASKS)
     for mine, other in zip(flat(again), flat(clean), strict=True):
         assert_same(mine, other)
-    assert not stats.crashes and not stats.env_errors
-
-
-# ---------------------------------------------------------------- budgets that end in a call
-
-
-CALL = ('{', '"name"', ':', '"read"', ', ', '"arguments"', ': ', '{ ', '}', ' }')
-FIRST_PIECE = world.FIRST + world.N_CHARS
-MESSAGE = [*range(FIRST_PIECE, FIRST_PIECE + len(CALL)), world.GO]
-
-
-class PieceFormat(SmallFormat):
-    """Calls are JSON, an id for each of its pieces."""
-
-    vocab_size = FIRST_PIECE + len(CALL)
-
-    def start(self, task, tools):
-        return PieceDialogue(self)
-
-
-class PieceDialogue(world.SmallDialogue):
-    def clone(self):
-        return PieceDialogue(self.form, self.n_said, self.history)
-
-    def parse(self, ids):
-        self.n_said += 1
-        found = parse_json_calls(
-            "".join(CALL[i - FIRST_PIECE] for i in ids if i >= FIRST_PIECE), ("read",))
-        return ParsedStep(found.calls, found.text, errors=found.errors)
-
-
-def reciter():
-    """After whatever ends in ACT it writes the same call, piece by piece."""
-    n = PieceFormat.vocab_size
-    decoder = Decoder(ModelConfig(n, d_model=64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8,
-                                  d_ff=8, tie_embeddings=False))
-    params = jax.tree.map(np.array, init_params(decoder.config, jax.random.key(0)))
-    for name in ("o", "down"):
-        params["layers"][name][:] = 0
-    params["embed"][:], params["head"][:] = np.eye(n, 64), 0
-    for token, then in zip((world.ACT, *MESSAGE), MESSAGE):
-        params["head"][token, then] = 20.0
-    return decoder, jax.tree.map(jnp.asarray, params)
-
-
-class Recorder(InProcessHost):
-    """Counts operations by task."""
-
-    def __init__(self, suite):
-        super().__init__(suite)
-        self.started, self.executed = {}, collections.Counter()
-
-    def start(self, task, hints):
-        handle = super().start(task, hints)
-        self.started[handle] = task.uid
-        return handle
-
-    def execute(self, rollout, calls):
-        self.executed[self.started[rollout]] += len(calls)
-        return super().execute(rollout, calls)
-
-
-@pytest.fixture(scope="module")
-def reciting():
-    """An engine by its max_new."""
-    decoder, params = reciter()
-    made = {}
-
-    def get(max_new):
-        if max_new not in made:
-            made[max_new] = Engine(
-                decoder, dataclasses.replace(SHAPE, max_len=70, prompt_len=58, max_new=max_new),
-                EngineConfig(max_steps=3), PieceFormat(), SUITE)
-        return made[max_new]
-    return get, params
-
-
-@pytest.mark.parametrize("max_new", [1, 10])
-def test_a_message_cut_within_its_call_runs_nothing(reciting, max_new):
-    get, params = reciting
-    assert max_new < len(MESSAGE)
-    host, tasks = Recorder(SUITE), [make_task(f"t{i}", "x" * i) for i in range(1, 4)]
-    groups, stats = play(get(max_new), host, params, tasks, 2)
-    for t in flat(groups):
-        sampled = t.tokens_L[t.author_L == Author.SAMPLED].tolist()
-        assert sampled == MESSAGE[:max_new] and t.author_L[-1] == Author.SAMPLED
-        assert t.end is EndReason.TOKEN_LIMIT and t.end.usable and t.end.truncated
-        assert (t.n_steps, t.outcomes, t.n_malformed) == (0, (), 0)
-    assert not host.executed and stats.ends == {"token_limit": 6}
-
-
-def expected(prompt, said, max_len, max_steps=3):
-    """(tokens, end, calls that ran) of a reciter that gets `said` ids after each call."""
-    tokens = list(prompt)
-    for step in range(max_steps):
-        message = MESSAGE[:max_len - len(tokens)]
-        tokens += message
-        if len(message) < len(MESSAGE):
-            return tokens, EndReason.TOKEN_LIMIT, step
-        if step + 1 == max_steps:
-            return tokens, EndReason.STEP_LIMIT, max_steps
-        answer = [world.FIRST + step + 1, *said, world.END, world.ACT]
-        if len(tokens) + len(answer) >= max_len:
-            return tokens, EndReason.TOKEN_LIMIT, step + 1
-        tokens += answer
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_is_full_ends_wherever_it_is(reciting, workers):
-    """Prompts and results of many lengths in one run: rows end within the first call, the
-    second, the third, in the stop token, and before a result that they have no room for."""
-    get, params = reciting
-    engine = get(len(MESSAGE) + 1)
-    tasks = [make_task(f"prompt {n}", "p" * n, texts=("ok",)) for n in range(1, 56, 2)]
-    tasks += [make_task(f"result {n}", "ab", texts=("r" * n,)) for n in (*range(46, 56), 200)]
-    host = pool_of("make_small") if workers else Recorder(SUITE)
-    groups, stats = play(engine, host, params, tasks, 1)
-    ends, cuts, ran = collections.Counter(), set(), {}
-    for (t,), task in zip(groups, tasks):
-        text, = task.initial_config["texts"]
-        prompt = PieceFormat().start(task, ()).prompt(SUITE.make_env(task).begin_turn())
-        tokens, end, ran[task.uid] = expected(prompt, chars(text), 70)
-        assert (t.tokens_L.tolist(), t.end) == (tokens, end), task.uid
-        assert t.end.usable and t.end.truncated and len(tokens) <= 70
-        assert t.n_steps == ran[task.uid] and t.outcomes == () and t.n_malformed == 0
-        ends[end.value] += 1
-        cuts.add((t.n_steps, len(tokens) - 70))
-    assert stats.ends == ends and set(ends) == {"token_limit", "step_limit"}
-    assert {(0, 0), (1, 0), (2, 0)} < cuts and any(n == 1 and left < 0 for n, left in cuts)
-    assert not workers and host.executed == collections.Counter(ran) or host.replaced == 0
     assert not stats.crashes and not stats.env_errors
 
 
@@ -411,6 +232,21 @@ class Step:
     params: dict
 
 
+def caller(params, chat):
+    """Says "check_balance <go>" as often as "done <end>", and now and then something else: each
+    token points at the one behind it, and layers add nothing."""
+    ids = {atom: i for i, atom in enumerate(chat.vocabulary)}
+    (go, end), act = chat.stop_ids, chat.start(None, ()).user(UserTurn(0, "", ()))[-1]
+    embed = np.random.default_rng(3).normal(0, 0.05, params["embed"].shape).astype(np.float32)
+    for token, axes in ((act, {1: 1}), (ids["check_balance"], {1: 2.5, 2: 4}), (go, {2: 7}),
+                        (ids["done"], {1: 2.5, 3: 4}), (end, {3: 7})):
+        embed[token] = 0
+        embed[token, list(axes)] = list(axes.values())
+    layers = params["layers"] | {name: jnp.zeros_like(params["layers"][name])
+                                 for name in ("o", "down")}
+    return params | {"embed": jnp.asarray(embed), "layers": layers}
+
+
 class Stepper:
     """One training step from the same state, as often as one likes, with any host."""
 
@@ -418,7 +254,8 @@ class Stepper:
         policy = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=32, slots=8)
         self.run = Run(tiny_config(synthesis_on=False, minibatches=1, warm_start=None,
                                    policy=policy), folder / "run", folder / "cache")
-        self._train = self.run.train.replace(params=babbler()[1])
+        self._train = self.run.train.replace(
+            params=caller(self.run.train.params, self.run.parts.chat))
         self._pool = self.run.pool
         self._engine_run, self._update = self.run.engine.run, self.run.update
         self.run.engine.run, self.run.update = self._seen_run, self._seen_update

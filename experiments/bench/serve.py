@@ -14,9 +14,10 @@ Commands = Mapping[str, Callable[..., dict[str, Any]]]
 
 
 def serve(make: Callable[[str], tuple[dict[str, Any], Commands]]) -> None:
-    """`make(folder)`, with the last word of the command line, loads the weights and returns a greeting, which goes out first, and the
-    commands. Then every {"do": NAME, ...} is answered by what the command of that name returns
-    for the rest of the object, or by {"error": one line}, until standard input ends."""
+    """`make(folder)`, with the last word of the command line, loads the weights and returns a
+    greeting, which goes out first, and the commands. Then every {"do": NAME, ...} is answered
+    by what the command of that name returns for the rest of the object, or by {"error": one
+    line}, until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no answer
     greeting, commands = make(sys.argv[-1])

@@ -27,11 +27,14 @@ TARGET = 0.15  # of the throughput, most that may be lost
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """`groups` of `group` rollouts each, of which the slots hold one."""
+    """`groups` of `group` rollouts each, of which the slots hold one. rows, pages: see
+    SamplerConfig.wave_rows and wave_pages."""
 
     talk: Talk = Talk()
     group: int = 16
     groups: int = 1
+    rows: tuple[int, ...] = (8,)
+    pages: tuple[float, ...] = (0.25, 0.5)
 
     @property
     def sampler(self) -> SamplerConfig:
@@ -41,7 +44,7 @@ class Load:
             slots=self.group, sharers=self.group, prompts=2, max_len=talk.length,
             prompt_len=talk.prompt, max_new=longest, page=64, prompt_page=256,
             prefill=((1, talk.prompt),), extend=((1, 64), (4, 64)),
-            wave_rows=(max(1, self.group // 2),), wave_pages=(0.5,))
+            wave_rows=self.rows, wave_pages=self.pages)
 
 
 def slow_tools(decoder: Decoder, params, repeats: int, seconds: float = 0.05,
@@ -49,10 +52,22 @@ def slow_tools(decoder: Decoder, params, repeats: int, seconds: float = 0.05,
     """slow_tools_loss: the share of the throughput that is lost when each call takes so many
     seconds, with the first number of workers. by_workers: the same for each number; 0 are
     tools in this process. Raises UserError where the wait changed a token."""
-    chat, suite = NumberFormat(decoder.config.vocab_size, load.talk.message), SlowSuite()
-    engine = Engine(decoder, load.sampler, EngineConfig(max_steps=load.talk.calls), chat, suite)
+    engine = make_engine(decoder, load)
     engine.warm_up(params)
-    prompts = {wait: [make_prompt(make_task(load.talk, number, wait), suite, chat)
+    return measure(engine, params, repeats, seconds, workers, load)
+
+
+def make_engine(decoder: Decoder, load: Load) -> Engine:
+    chat = NumberFormat(decoder.config.vocab_size, load.talk.message)
+    return Engine(decoder, load.sampler, EngineConfig(max_steps=load.talk.calls), chat,
+                  SlowSuite())
+
+
+def measure(engine: Engine, params, repeats: int, seconds: float, workers: Sequence[int],
+            load: Load) -> dict[str, Json]:
+    """`slow_tools` with an engine that is there."""
+    suite = engine.suite
+    prompts = {wait: [make_prompt(make_task(load.talk, number, wait), suite, engine.chat)
                       for number in range(load.groups)] for wait in (0.0, seconds)}
     found: dict[tuple[int, float], list[RolloutStats]] = {
         (count, wait): [] for count in workers for wait in prompts}

@@ -232,7 +232,9 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(positions_BxC, self.config)
         where = tuple(m.where for m in memories)
         if layers is None:
-            x, kv = self.layers(x, tuple((m.k, m.v) for m in memories), cos, sin, self_mask, where)
+            parts = tuple(memory.scanned(m) for m in memories)
+            x, kv = self.layers(x, tuple(kv for kv, _ in parts), cos, sin, self_mask,
+                                tuple(where for _, where in parts))
         else:
             one = Layer(self.config, self.activations, parent=None)
             kv = []

@@ -59,6 +59,16 @@ class Tables:
 
 
 @flax.struct.dataclass
+class Whole:
+    """Tables of all layers, k and v [layers * N, ...]: a scan over layers hands on where a
+    layer's pages begin, and no slice of them, which the compiler would copy for a gather."""
+
+    k: jax.Array
+    v: jax.Array
+    tables: Tables
+
+
+@flax.struct.dataclass
 class Memory:
     """Keys, after rope, and values in compute_dtype, with a leading axis of layers or as a
     tuple of arrays a layer; `where` says who sees what, and how k and v lie.
@@ -77,14 +87,81 @@ def each(function, x, *rest):
     return jax.vmap(function)(x, *rest)
 
 
-def store(k, v, kv, page_BxC: jax.Array, at_BxC: jax.Array):
-    """Pages k, v with a chunk's K/V, as the decoder returns it: token c of row b becomes
-    entry at_BxC[b, c] of page page_BxC[b, c]; no page (N or more): it is dropped."""
+def scanned(memory: Memory):
+    """Of a memory with a leading axis of layers what a scan takes layer by layer, and what it
+    takes whole."""
+    if not isinstance(memory.where, Tables):
+        return (memory.k, memory.v), memory.where
+    layers, n = memory.k.shape[:2]
+    first = jnp.arange(layers, dtype=jnp.int32) * n
+    flat = lambda x: x.reshape(-1, *x.shape[2:])  # noqa: E731
+    return (first, first), Whole(flat(memory.k), flat(memory.v), memory.where)
+
+
+def store(k, v, kv, page_BxW: jax.Array, at_B: jax.Array, n_B: jax.Array):
+    """Pages k, v with a chunk's K/V, as the decoder returns it: the first n_B[b] tokens of
+    row b become the entries from at_B[b] on of its pages page_BxW[b, 0], page_BxW[b, 1], ...
+    What has no page (N or more) is dropped.
+
+    In place, where k and v are donated: for a scatter of tokens TPUs would turn all pages
+    round, entries first, and back, at the cost of the whole cache in time and memory."""
+    return jax.lax.platform_dependent(k, v, kv, page_BxW, at_B, n_B,
+                                      tpu=store_by_page, default=store_by_token)
+
+
+def store_by_token(k, v, kv, page_BxW, at_B, n_B):
+    """One scatter, which CPUs and GPUs do fastest."""
+    n_pages, _, entries, _ = jax.tree.leaves(v)[0].shape[-4:]
+    offset_C = jnp.arange(jax.tree.leaves(kv)[0].shape[-2])
+    index_BxC = at_B[:, None] + offset_C
+    page_BxC = jnp.take_along_axis(page_BxW, index_BxC // entries, axis=1, mode="fill",
+                                   fill_value=n_pages)
+    page_BxC = jnp.where(offset_C < n_B[:, None], page_BxC, n_pages)
+    at_BxC = index_BxC % entries
+
     def put_k(old, new):  # [N, KV, HD, E], [B, KV, C, HD]
         return old.at[page_BxC, :, :, at_BxC].set(new.swapaxes(1, 2), mode="drop")
     def put_v(old, new):  # [N, KV, E, HD], [B, KV, C, HD]
         return old.at[page_BxC, :, at_BxC].set(new.swapaxes(1, 2), mode="drop")
     return each(put_k, k, kv[0]), each(put_v, v, kv[1])
+
+
+def store_by_page(k, v, kv, page_BxW, at_B, n_B):
+    """A loop over the pages that get tokens: each is read, mixed with them and written."""
+    n_pages, _, entries, _ = jax.tree.leaves(v)[0].shape[-4:]
+    chunk = jax.tree.leaves(kv)[0].shape[-2]
+    spans = (chunk + entries - 2) // entries + 1  # pages that a row's tokens may lie in
+    around = (entries, spans * entries - chunk)  # so that any page's part can be cut out
+    new_k = jax.tree.map(lambda x: x.swapaxes(-1, -2), kv[0])
+    page_B, offset_B = at_B // entries, at_B % entries
+    gets_BxP = (jnp.arange(spans) * entries < (offset_B + n_B)[:, None]) & (n_B > 0)[:, None]
+    part_P = jnp.argsort(~gets_BxP.reshape(-1))  # those that get tokens first
+
+    def put(i, pages):
+        b, span = part_P[i] // spans, part_P[i] % spans
+        first = span * entries - offset_B[b]  # the token that is the page's first entry
+        token_E = first + jnp.arange(entries)
+        page = page_BxW[b].at[page_B[b] + span].get(mode="fill", fill_value=n_pages)
+        real_E = (token_E >= 0) & (token_E < n_B[b]) & (page < n_pages)
+
+        def mix(old, new, axis, real):  # [.., N, KV, HD, E] or [.., N, KV, E, HD], the same of B
+            new = _padded(_cut(new, b, 1, -4), axis, around)
+            new = _cut(new, first + entries, entries, axis)
+            return jax.lax.dynamic_update_slice_in_dim(
+                old, jnp.where(real, new, _cut(old, page, 1, -4)), page, axis=old.ndim - 4)
+
+        return (jax.tree.map(lambda old, new: mix(old, new, -1, real_E), pages[0], new_k),
+                jax.tree.map(lambda old, new: mix(old, new, -2, real_E[:, None]), pages[1], kv[1]))
+
+    return jax.lax.fori_loop(0, gets_BxP.sum(), put, (k, v))
+
+
+def _padded(x, axis: int, around: tuple[int, int]):
+    return jnp.pad(x, [around if a == x.ndim + axis else (0, 0) for a in range(x.ndim)])
+
+
+def _cut(x, first, size: int, axis: int):
+    return jax.lax.dynamic_slice_in_dim(x, first, size, axis=x.ndim + axis)
 
 
 # ---------------------------------------------------------------- parts of a softmax
@@ -120,6 +197,9 @@ def attend(q_BxCxHxHD, self_kv, self_mask, memories):
         earlier = memories
         parts = [_part(q, k.swapaxes(2, 3), v, self_mask)]
     for memory_k, memory_v, where in earlier:
+        if isinstance(where, Whole):
+            tables = where.tables.replace(page_BxW=where.tables.page_BxW + memory_k)
+            memory_k, memory_v, where = where.k, where.v, tables
         read = _seats if isinstance(where, Seats) else _tables
         parts.append(read(q, memory_k, memory_v, where))
     joined = _join(*parts)

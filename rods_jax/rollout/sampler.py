@@ -144,7 +144,7 @@ def _stored(region: Region, kv, tokens_RxC, table: Table, n_R) -> Region:
     index_RxC = table.length_R[:, None] + offset_C
     page_RxC = jnp.take_along_axis(table.page_RxW, index_RxC // page, axis=1, mode="clip")
     page_RxC = jnp.where(offset_C < n_R[:, None], page_RxC, n_pages)
-    k, v = store(region.k, region.v, kv, page_RxC, index_RxC % page)
+    k, v = store(region.k, region.v, kv, table.page_RxW, table.length_R, n_R)
     ids = region.ids_NxE.at[page_RxC, index_RxC % page].set(tokens_RxC, mode="drop")
     return Region(k, v, ids)
 

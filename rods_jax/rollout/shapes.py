@@ -16,10 +16,12 @@ from rods_jax.rollout.draw import Filter
 @dataclasses.dataclass(frozen=True)
 class SamplerConfig:
     """Sizes in tokens but `slots`, `sharers`, `prompts` and the rows of shapes; all of one
-    device, where rollouts run on several.
+    device, or of one group of devices that share a copy of the weights.
 
     The defaults suit a policy of some hundred thousand parameters on a CPU. For large models
-    make chunks and pages larger: page=64, prompt_page=256, extend=((8, 32), (8, 256)).
+    make chunks and pages larger: page=64, prompt_page=256, extend=((8, 32), (8, 256)). On TPUs
+    take page=128 and prompt_page=256: of heads narrower than 128 a smaller page would not lie
+    in one piece.
     """
 
     slots: int = 128  # rollouts in flight
@@ -40,7 +42,7 @@ class SamplerConfig:
     # Layers one by one, from arrays of their own: waves are twice as fast on a CPU and take
     # longer to compile, and a step makes a copy of the weights. Small models do it anyway.
     unrolled: bool = False
-    kv_bytes: int | None = None  # K/V on a device; None takes what all slots can ever fill
+    kv_bytes: int | None = None  # K/V of a copy; None takes what all slots can ever fill
     top_k: int = 0  # see draw.Filter; not in training
     top_p: float = 1.0
 
@@ -82,6 +84,11 @@ class SamplerConfig:
         return min(512, self.max_len // 4)
 
     @property
+    def extend_shapes(self) -> tuple[tuple[int, int], ...]:
+        """`extend`, with no more rows than there are slots."""
+        return tuple(dict.fromkeys((min(rows, self.slots), n) for rows, n in self.extend))
+
+    @property
     def row_buckets(self) -> tuple[int, ...]:
         return tuple(sorted({rows for rows in self.wave_rows if rows < self.slots} | {self.slots}))
 
@@ -102,7 +109,7 @@ class SamplerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Pages on a device. token_bytes: K/V of one token in all layers."""
+    """Pages of a device or group of them. token_bytes: K/V of one token in all layers."""
 
     shared: int
     own: int

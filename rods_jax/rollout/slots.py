@@ -105,7 +105,7 @@ class Slots:
                          for shape in config.prefill}
         self._extend = {shape: self._program(f"extend_{shape[0]}x{shape[1]}",
                                              sampler.make_extend(decoder, config))
-                        for shape in config.extend}
+                        for shape in config.extend_shapes}
         self._waves = {
             (rows, shared, own): self._program(
                 f"wave_{rows}_{shared}_{own}",
@@ -153,7 +153,7 @@ class Slots:
         """Runs every program once on nothing, so that none is compiled later. Returns how many
         there are."""
         for shapes, programs in ((self.config.prefill, self._prefill),
-                                 (self.config.extend, self._extend)):
+                                 (self.config.extend_shapes, self._extend)):
             for shape in shapes:
                 self._cache = programs[shape](params, self._cache, self._chunk(shape, []))
         for (rows, shared, own), program in self._waves.items():

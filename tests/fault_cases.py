@@ -24,8 +24,8 @@ def play(engine, host, params, tasks, group=4):
     """Closes the host, and looks whether the engine has all its slots and pages again."""
     engine.host = host
     try:
-        return engine.run(params, [make_prompt(task, engine.suite, engine.chat) for task in tasks], group,
-                          KEY, 1.0)
+        prompts = [make_prompt(task, engine.suite, engine.chat) for task in tasks]
+        return engine.run(params, prompts, group, KEY, 1.0)
     finally:
         host.close()
         assert_all_free(engine)

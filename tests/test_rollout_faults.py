@@ -60,7 +60,8 @@ def exiter():
     """Says exit, and after that the end of the message."""
     params = talker({EXIT_ID: 60.0})[1]
     embed = params["embed"].at[:, 1].set(0.0).at[EXIT_ID, 1].set(8.0)
-    return params | {"embed": embed, "head": params["head"].at[1].set(0.0).at[1, world.GO].set(60.0)}
+    head = params["head"].at[1].set(0.0).at[1, world.GO].set(60.0)
+    return params | {"embed": embed, "head": head}
 
 
 @pytest.fixture(scope="module")

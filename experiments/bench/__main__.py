@@ -19,6 +19,8 @@ from experiments.bench.peers import FOLDER, PeerName, python_of
 from rods_jax.config import UserError, check_out, run_main, write_json
 from rods_jax.types import Json
 
+SLOW = "slow_tools"  # the case whose tools take 50 ms a call
+
 
 def parser() -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(
@@ -47,9 +49,9 @@ def _peer_options(rollout: argparse.ArgumentParser) -> None:
                              help=f"the Python that has {name}, in place of the folder's")
     rollout.add_argument("--without", choices=names, action="append", default=[],
                          help="leaves a peer out; its ratios are then null")
-    rollout.add_argument("--cases", nargs="+", choices=[case.name for case in CASES],
-                         default=[case.name for case in CASES],
-                         help="the other cases' ratios are then null (default: all)")
+    cases = [*(case.name for case in CASES), SLOW]
+    rollout.add_argument("--cases", nargs="+", choices=cases, default=cases,
+                         help="the other cases' figures are then null (default: all)")
 
 
 def _rollout(args: argparse.Namespace) -> dict[str, Json]:
@@ -57,16 +59,24 @@ def _rollout(args: argparse.Namespace) -> dict[str, Json]:
                for name in PeerName if name.value not in args.without}
     # Before anything imports jax: the peers are compared with on the CPU.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from experiments.bench import rollout
-    return rollout.bench_rollout(rollout.Plan(
+    from experiments.bench import rollout, slow_tools
+    from rods_jax.models.decoder import Decoder
+    found = rollout.bench_rollout(rollout.Plan(
         cases=tuple(case for case in CASES if case.name in args.cases),
         commands={name: rollout.command(name, python) for name, python in pythons.items()},
         repeats=args.repeats))
+    model, slow = rollout.MODEL, None
+    if SLOW in args.cases:
+        slow = slow_tools.slow_tools(Decoder(model), rollout.make_params(model), args.repeats)
+    return found | {"slow_tools": slow, "slow_tools_loss": slow and slow["slow_tools_loss"],
+                    "all_met": found["all_met"] and bool(slow and slow["met"])}
 
 
 def _rollout_table():
     from experiments.bench.rollout_table import rollout_table
-    return rollout_table
+    from experiments.bench.slow_tools import lines
+    return lambda found: "\n".join(
+        [*(lines(found["slow_tools"]) if found["slow_tools"] else ()), rollout_table(found)])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

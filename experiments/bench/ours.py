@@ -12,7 +12,9 @@ from rods_jax.models.decoder import Decoder, unstacked
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.slots import Row, Slots
 
-PREFILL_CHUNK = 512  # tokens
+CHUNK = 512  # tokens of a prompt run at once, and in a page of it
+EXTEND = (8, 64, 128)  # tokens of a rollout run at once: whatever comes is made up of these
+WAVE_PAGES = (0.0, 0.25, 0.45, 0.65)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Ours:
         self._work = make_work(case, decoder.config.vocab_size)
         self._slots = Slots(decoder, SamplerConfig(
             slots=case.group, sharers=case.group, prompts=1, max_len=case.length,
-            prompt_len=case.prompt, max_new=case.new, steps=case.new, page=64, prompt_page=256,
-            prefill=((1, min(case.prompt, PREFILL_CHUNK)),),
-            extend=((case.group, max(1, case.tool)),)), stop_ids=())
+            prompt_len=case.prompt, max_new=case.new, steps=case.new, page=64,
+            prompt_page=min(case.prompt, CHUNK), prefill=((1, min(case.prompt, CHUNK)),),
+            extend=tuple((case.group, n) for n in EXTEND), wave_pages=WAVE_PAGES), stop_ids=())
 
     def run(self) -> Phases:
         case, slots = self._case, self._slots

@@ -46,7 +46,7 @@ def shape(slots=8, max_len=160, prompt_len=128, max_new=8, **more) -> SamplerCon
 
 
 SHAPE = shape()
-ONE_SLOT = shape(slots=1, sharers=1, prompts=1)
+ONE_SLOT = shape(slots=1, sharers=1, prompts=1, extend=((1, 24),))
 # Room for one prompt and one row of max_len, 256 bytes a token: younger rows start again.
 TIGHT = shape(sharers=2, prompts=1, extend=((3, 8),), page=4, prompt_page=64, steps=3,
               steps_waiting=1, straggler_share=0.5, kv_bytes=256 * (128 + 160))
@@ -271,7 +271,7 @@ def test_text_of_stop_tokens_ends_nothing():
                        (" ".join(stops), "ok " + stops[0])) for i in range(4)]
     (go, end), read = chat.stop_ids, chat.vocabulary.index("read")
     likely = {go: 5.0, end: 3.5, read: 6.0}
-    decoder, sampler = decoder_for(chat, unrolled=False), shape(top_k=9)
+    decoder, sampler = decoder_for(chat, unrolled=False), shape(top_k=9, extend=((4, 16),))
     found = both(tasks, weights(2, likely, decoder), 4, 1.0, chat, PATIENT, sampler, decoder)
     heard = 0  # results, behind which another message came
     for t in found:

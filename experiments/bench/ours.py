@@ -13,8 +13,7 @@ from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.slots import Row, Slots
 
 CHUNK = 512  # tokens of a prompt run at once, and in a page of it
-EXTEND = (8, 64, 128)  # tokens of a rollout run at once: whatever comes is made up of these
-WAVE_PAGES = (0.0, 0.25, 0.45, 0.65)
+WAVE_PAGES = (0.0, 0.28, 0.455, 0.64)  # what is in use after each message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Ours:
             slots=case.group, sharers=case.group, prompts=1, max_len=case.length,
             prompt_len=case.prompt, max_new=case.new, steps=case.new, page=64,
             prompt_page=min(case.prompt, CHUNK), prefill=((1, min(case.prompt, CHUNK)),),
-            extend=tuple((case.group, n) for n in EXTEND), wave_pages=WAVE_PAGES), stop_ids=())
+            extend=((case.group, max(1, case.tool)),), wave_pages=WAVE_PAGES), stop_ids=())
 
     def run(self) -> Phases:
         case, slots = self._case, self._slots

@@ -67,7 +67,8 @@ def _rollout(args: argparse.Namespace) -> dict[str, Json]:
         repeats=args.repeats))
     model, slow = rollout.MODEL, None
     if SLOW in args.cases:
-        slow = slow_tools.slow_tools(Decoder(model), rollout.make_params(model), args.repeats)
+        slow = slow_tools.slow_tools(Decoder(model), rollout.make_params(model), args.repeats,
+                                     workers=(16,))
     return found | {"slow_tools": slow, "slow_tools_loss": slow and slow["slow_tools_loss"],
                     "all_met": found["all_met"] and bool(slow and slow["met"])}
 

@@ -28,7 +28,9 @@ LORA = LoraConfig("q_proj|o_proj|down_proj", rank=2, alpha=4.0)
 # ---------------------------------------------------------------- int8
 
 
-@given(hnp.arrays(np.float32, (2, 5, 3), elements=st.floats(-1e6, 1e6, width=32)))
+# Numbers that XLA takes for zero, and whose quotients it does, follow no formula.
+@given(hnp.arrays(np.float32, (2, 5, 3), elements=st.floats(-1e6, 1e6, width=32).map(
+    lambda x: x if abs(x) > 1e-30 else 0.0)))
 def test_quantizing_follows_its_formula(w):
     q, scale = (np.asarray(x) for x in int8.quantize("up", jnp.asarray(w)))
     assert (q.dtype, scale.dtype, q.shape, scale.shape) == (np.int8, np.float32, w.shape, (2, 3))

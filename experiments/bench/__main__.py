@@ -17,6 +17,7 @@ from experiments.bench import tools
 from experiments.bench.cases import CASES
 from experiments.bench.peers import FOLDER, PeerName, python_of
 from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.tools.host import Outage
 from rods_jax.types import Json
 
 SLOW = "slow_tools"  # the case whose tools take 50 ms a call
@@ -82,6 +83,8 @@ def _rollout_table():
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if getattr(args, "cases", None) == [SLOW]:
+        raise UserError(f"--cases {SLOW} alone compares nobody: name a case beside it, such as a")
     if args.repeats < 1:
         raise UserError(f"--repeats is {args.repeats}: give at least 1")
     if args.json and args.json != "-":
@@ -94,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, Outage))

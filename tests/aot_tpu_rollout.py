@@ -149,7 +149,7 @@ def main():
         "prefill": (slots._prefill[config.prefill[0]], slots._chunk(config.prefill[0], [])),
         "extend": (slots._extend[config.extend[0]], slots._chunk(config.extend[0], [])),
         "wave": (slots._waves[wave], slots._wave(*wave, []), jax.random.key(0), np.float32(0),
-                 np.int32(0), np.int32(0))}
+                 np.int32(0), np.zeros((slots.devices,), np.int32))}
     for name in given.programs:
         program, *rest = programs[name]
         print(json.dumps(account(name, program, params, cache, *rest, keep=given.keep,

@@ -1,11 +1,13 @@
 """A run compiles at its beginning and never again."""
 
+import pytest
 from loop_cases import tiny_config
 
 from rods_jax import metrics
 from rods_jax.train import train
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_first_step_of_fifty(tmp_path):
     config = tiny_config(steps=50, eval=dict(every=10, greedy=True), checkpoint_every=20)
     train(config, tmp_path / "run", tmp_path / "cache")

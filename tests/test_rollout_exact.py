@@ -48,7 +48,7 @@ def shape(slots=8, max_len=160, prompt_len=128, max_new=8, **more) -> SamplerCon
 SHAPE = shape()
 ONE_SLOT = shape(slots=1, sharers=1, prompts=1, extend=((1, 24),))
 # Room for one prompt and one row of max_len, 256 bytes a token: younger rows start again.
-TIGHT = shape(sharers=2, prompts=1, extend=((3, 8),), page=4, prompt_page=64, steps=3,
+TIGHT = shape(slots=16, sharers=2, prompts=1, extend=((3, 8),), page=4, prompt_page=64, steps=3,
               steps_waiting=1, straggler_share=0.5, kv_bytes=256 * (128 + 160))
 # No size is a multiple of another.
 ODD = shape(slots=3, max_len=45, prompt_len=23, max_new=7, sharers=2, prompts=3, page=7,
@@ -328,7 +328,7 @@ def test_the_reference_filters_as_it_should():
 
 @pytest.mark.parametrize("sampler", [ONE_SLOT, TIGHT], ids=["one slot", "tight"])
 def test_tokens_do_not_depend_on_slots_pages_or_order(sampler):
-    """Groups of 8 in one slot and in 5; the prompts in another order, one of them twice."""
+    """Groups of 8 in one slot, and in pages for a few; the prompts in another order, one of them twice."""
     order = [*np.random.default_rng(0).permutation(len(MIXED)), 3]
     prompts = prompts_of(MIXED)
     got, stats = engine(sampler=sampler).run(TALK, [prompts[i] for i in order], 8, KEY, 1.0)
@@ -364,18 +364,26 @@ def test_tokens_do_not_depend_on_devices():
     assert run_on_eight_devices(__file__).stdout.split() == list(MESHES)
 
 
-MESHES = {"rows": (8, 1, 1), "rows-and-weights": (2, 2, 2)}
+# Sizes of the mesh, and slots a device: more than there are rollouts, and so few that they are
+# filled again and again.
+MESHES = {"rows": ((8, 1, 1), 16), "rows-and-weights": ((2, 2, 2), 2)}
 
 
 def play_on_eight_devices():
-    sampler, prompts = shape(slots=2, sharers=3, extend=((2, 64),)), prompts_of(MIXED[:6])
+    prompts = prompts_of(MIXED[:6])
     want = wanted(prompts, TALK, 4, 1.0)
-    for name, sizes in MESHES.items():
+    for name, (sizes, slots) in MESHES.items():
         mesh = make_mesh(*sizes)
+        sampler = shape(slots=slots, sharers=3, extend=((2, 64),), straggler_share=0.4)
+        playing = Engine(DECODER, sampler, STRICT, APPEND, SUITE, mesh=mesh)
+        used, take = collections.Counter(), playing.slots.take
+        playing.slots.take = lambda device, *args: used.update([device]) or take(device, *args)
         params = jax.device_put(TALK, param_shardings(TALK, mesh))
-        got, _ = Engine(DECODER, sampler, STRICT, APPEND, SUITE, mesh=mesh).run(
-            params, prompts, 4, KEY, 1.0)
+        got, _ = playing.run(params, prompts, 4, KEY, 1.0)
         assert_same(got, want)
+        # No device is idle while others have the work.
+        assert len(used) == mesh.shape["data"] and sum(used.values()) == 24
+        assert slots == 2 or max(used.values()) - min(used.values()) <= 2, used
         print(name, flush=True)
 
 

@@ -178,7 +178,7 @@ class World:
     def sample(self, plan, temperature=1.0, most=None, leave=0):
         most = self.shape.wave if most is None else most
         self.cache, out = self.wave(self.params, self.cache, plan, KEY, np.float32(temperature),
-                                    np.int32(most), np.int32(leave))
+                                    np.int32(most), np.full((1,), leave, np.int32))
         return jax.device_get(out)
 
 

@@ -288,8 +288,13 @@ def test_the_youngest_give_way_to_the_oldest_and_never_the_other_way():
     young.ids += game.words(12)
     assert slots.prepare(None, [young], [wave]) == [] and slots.evicted == 0
     assert [len(row.pages) for row in (old, middle)] == [6, 6]
+    middle.ids += game.words(40)  # more than all that the younger could give: they keep it
+    assert slots.prepare(None, [middle], [wave]) == [] and slots.evicted == 0
+    assert [len(row.pages) for row in rows] == [6, 6, 6]
+    del middle.ids[14:]
     old.ids += game.words(9)
     assert slots.prepare(None, [young, old], [wave] * 2) == [old] and slots.evicted == 1
+    assert not slots.room(0, 1)  # pages are free, but the youngest needs more to go on
     assert [len(row.pages) for row in rows] == [9, 6, 0] and young.done == 0
     middle.ids += game.words(20)  # all that is left is too little while the oldest is here
     assert slots.prepare(None, [middle], [wave]) == []

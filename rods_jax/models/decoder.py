@@ -270,14 +270,18 @@ def unrolled(config: ModelConfig) -> bool:
     return config.scan_unroll >= config.n_layers
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def unstacked(config: ModelConfig, params) -> dict:
     """The parameters as rollouts read them: where the layers are unrolled a tuple of layers in
-    place of the stacked ones, which a decode loop would take apart again in every step."""
+    place of the stacked ones, which a decode loop would take apart again in every step. All
+    else is not copied."""
     if not unrolled(config):
         return params
-    one = lambda i: jax.tree.map(lambda x: x[i], params["layers"])  # noqa: E731
-    return params | {"layers": tuple(one(i) for i in range(config.n_layers))}
+    return params | {"layers": _unstack(config.n_layers, params["layers"])}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unstack(n_layers: int, layers):
+    return tuple(jax.tree.map(lambda x: x[i], layers) for i in range(n_layers))
 
 
 def forward(decoder: Decoder, params, *args):

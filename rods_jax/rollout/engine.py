@@ -221,22 +221,28 @@ class Engine:
                 for group in order for first in range(0, group_size, size)]
 
     def _start(self, prompts, queue, opened, live, hints) -> None:
-        """Fills the free slots, each device with the part that it began, then with the next."""
-        for device in range(self.slots.devices):
-            while self.slots.free(device) and (opened[device] or queue):
-                part = opened[device] = opened[device] or queue.popleft()
-                prompt = prompts[part.group]
-                if not self._room(device, part, prompt):
-                    break
-                handle = self.host.start(prompt.task, hints)
-                row = self.slots.take(device, prompt.ids, part.shared)
-                rollout = live[id(row)] = _Rollout(prompt, part.group, part.first, handle, row)
-                row.who = rollout.who
-                part.first += 1
-                if part.first == part.last:
-                    if part.shared is not None:
-                        self.slots.let_go(part.shared)
-                    opened[device] = None
+        """Fills the free slots, the emptiest device first, each with the part that it began,
+        then with the next."""
+        devices = list(range(self.slots.devices))
+        while devices:
+            device = max(devices, key=self.slots.free)  # the first of equals
+            part = opened[device]
+            if part is None and queue and self.slots.free(device):
+                part = opened[device] = queue.popleft()
+            if part is None or not self.slots.free(device) \
+                    or not self._room(device, part, prompts[part.group]):
+                devices.remove(device)
+                continue
+            prompt = prompts[part.group]
+            handle = self.host.start(prompt.task, hints)
+            row = self.slots.take(device, prompt.ids, part.shared)
+            rollout = live[id(row)] = _Rollout(prompt, part.group, part.first, handle, row)
+            row.who = rollout.who
+            part.first += 1
+            if part.first == part.last:
+                if part.shared is not None:
+                    self.slots.let_go(part.shared)
+                opened[device] = None
 
     def _room(self, device: int, part: _Part, prompt: Prompt) -> bool:
         """Whether there are pages to start a rollout with. One that is alone needs no prompt

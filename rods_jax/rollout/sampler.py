@@ -159,7 +159,7 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
 
     key: with `plan.who` and a token's position it makes the key of a draw. temperature:
     float32 scalar, see draw.draw. most: int32, most tokens a row samples in this wave, at
-    most config.wave. leave: int32, the wave ends once so few rows sample on.
+    most config.wave. leave: int32 [1], the wave ends once so few rows sample on.
     """
     stop, M = jnp.asarray(tuple(stop_ids), jnp.int32), config.wave
 
@@ -190,7 +190,7 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
             return i + 1, alive_R & ~stopped_R & (count_R < plan.budget_R), token_R, near, out
 
         def more(carry):
-            return (carry[0] < most) & (jnp.sum(carry[1]) > leave)
+            return (carry[0] < most) & (jnp.sum(carry[1]) > leave[0])
 
         out = WaveOutput(jnp.zeros((R, M), jnp.int32), jnp.zeros((R, M), jnp.float32),
                          jnp.zeros((R,), jnp.int32), jnp.zeros((R,), bool),

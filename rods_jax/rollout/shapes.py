@@ -53,8 +53,8 @@ class SamplerConfig:
                 f"max_len {self.max_len}: raise max_len or shorten the others")
         if not 0 <= self.straggler_share < 1:
             raise ValueError("sampler.straggler_share must lie in [0, 1)")
-        for name in ("slots", "max_new", "sharers", "prompts", "page", "prompt_page", "steps",
-                     "steps_waiting"):
+        for name in ("slots", "prompt_len", "max_new", "sharers", "prompts", "page",
+                     "prompt_page", "steps", "steps_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"sampler.{name} is {getattr(self, name)}, must be at least 1")
         for name in ("prefill", "extend"):

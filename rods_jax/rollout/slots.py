@@ -124,7 +124,7 @@ class Slots:
             return sampler.init_cache(decoder, self.config, self.memory.shared * self.devices,
                                       self.memory.own * self.devices)
         if self._mesh is None:
-            return make()
+            return jax.jit(make)()  # piece by piece it would take its memory twice
         parts = self._mesh.shape.get(TENSOR, 1)
         split = parts > 1 and decoder.config.n_kv_heads % parts == 0
         self._placed = jax.tree.map(
@@ -140,7 +140,7 @@ class Slots:
             every, here = PartitionSpec(), PartitionSpec(AXIS)
             function = jax.shard_map(
                 function, mesh=self._mesh, axis_names={AXIS}, check_vma=False,
-                in_specs=(every, self._specs(), here, *(every,) * 4 * samples),
+                in_specs=(every, self._specs(), here, *(every, every, every, here) * samples),
                 out_specs=(self._specs(), here) if samples else self._specs())
             placed = (self._placed, NamedSharding(self._mesh, here)) if samples else self._placed
 
@@ -158,7 +158,8 @@ class Slots:
                 self._cache = programs[shape](params, self._cache, self._chunk(shape, []))
         for (rows, shared, own), program in self._waves.items():
             self._cache, out = program(params, self._cache, self._wave(rows, shared, own, []), key,
-                                       np.float32(0), np.int32(0), np.int32(0))
+                                       np.float32(0), np.int32(0),
+                                       np.zeros((self.devices,), np.int32))
         jax.block_until_ready(out)
         return len(self._prefill) + len(self._extend) + len(self._waves)
 
@@ -168,8 +169,11 @@ class Slots:
         return len(self._free[device])
 
     def room(self, device: int, tokens: int) -> bool:
-        """Whether there are pages for so many tokens of one more row."""
-        return pages_for(tokens, self.config.page) <= len(self._own[device])
+        """Whether there are pages for so many tokens of one more row, beside those that the
+        rows will want which have none: new ones, and those that had to give theirs back."""
+        wanted = sum(pages_for(len(row.ids) - row.shared + self.config.wave, self.config.page)
+                     for row in self.rows if row.device == device and not row.pages)
+        return pages_for(tokens, self.config.page) + wanted <= len(self._own[device])
 
     def share(self, ids: Sequence[int], device: int) -> Prompt | None:
         """Pages for the K/V of a prompt, all but its last id; None where there is no room. It
@@ -232,27 +236,26 @@ class Slots:
         ready: list[Row] = []
         for row, budget in sorted(zip(rows, budgets), key=lambda pair: pair[0].born):
             tokens = len(row.ids) - 1 - row.shared + min(budget, self.config.wave)
-            while not self._grow(row, tokens):
-                younger = [other for other in self.rows if other.device == row.device
-                           and other.pages and other.born > row.born]
-                if not younger:
-                    break
-                self._unload(younger[-1])
-                self.evicted += 1
-            else:
+            if self._make_room(row, tokens):
                 ready.append(row)
         self._run(params, self._prefill, {id(row.prompt): row.prompt for row in ready
                                           if row.prompt is not None}.values(), self._prompt_part)
         self._run(params, self._extend, ready, self._row_part)
         return ready
 
-    def _grow(self, row: Row, tokens: int) -> bool:
-        """Whether the row has pages for so many tokens of its own, now."""
-        more = pages_for(tokens, self.config.page) - len(row.pages)
-        pages = self._own[row.device].take(max(0, more))
-        if pages is None:
+    def _make_room(self, row: Row, tokens: int) -> bool:
+        """Whether the row has pages for so many tokens of its own, now. If that is enough,
+        younger rows give theirs back, the youngest first."""
+        free = self._own[row.device]
+        more = max(0, pages_for(tokens, self.config.page) - len(row.pages))
+        younger = [other for other in self.rows if other.device == row.device
+                   and other.pages and other.born > row.born]
+        if more > len(free) + sum(len(other.pages) for other in younger):
             return False
-        row.pages += pages
+        while len(free) < more:
+            self._unload(younger.pop())
+            self.evicted += 1
+        row.pages += free.take(more)
         return True
 
     def _run(self, params, programs, items, part) -> None:
@@ -322,8 +325,8 @@ class Slots:
     def sample(self, params, rows: Sequence[Row], budgets: Sequence[int], key: jax.Array,
                temperature: float, most: int, leave: float) -> list[tuple[Row, Sampled]]:
         """Plays a wave over rows that are prepared; what it sampled is then at the end of
-        their ids. budgets, most: tokens, of a row and of every row; leave: the share of the
-        rows at which the wave leaves them."""
+        their ids. budgets, most: tokens, of a row and of every row; leave: the share of a
+        device's rows at which the wave leaves them."""
         by_device = [[] for _ in range(self.devices)]
         for row, budget in zip(rows, budgets):
             by_device[row.device].append((row, budget))
@@ -334,7 +337,8 @@ class Slots:
         own = next(n for n in self.config.page_buckets(self.memory.own) if n >= used)
         self._cache, out = self._waves[bucket, shared, own](
             params, self._cache, self._wave(bucket, shared, own, by_device), key,
-            np.float32(temperature), np.int32(most), np.int32(leave * longest))
+            np.float32(temperature), np.int32(most),
+            np.asarray([int(leave * len(here)) for here in by_device], np.int32))
         out = jax.device_get(out)
         return [(row, self._sampled(row, out, device * bucket + r))
                 for device, here in enumerate(by_device) for r, (row, _) in enumerate(here)]

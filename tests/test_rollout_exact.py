@@ -17,7 +17,7 @@ import rollout_world as world
 from eight_devices import run_on_eight_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.compilation_cache import compilation_cache
+from kept_programs import kept_in
 from rollout_world import SUITE, SmallFormat, make_task
 
 from rods_jax.models.config import ModelConfig
@@ -59,19 +59,8 @@ LENGTHS = (1, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128)
 @pytest.fixture(scope="module", autouse=True)
 def quick_programs(tmp_path_factory):
     """Engines that differ in what no program depends on are compiled once, and not for speed."""
-    changes = {"jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-               "jax_persistent_cache_min_compile_time_secs": 0.0,
-               "jax_persistent_cache_min_entry_size_bytes": -1}
-    before = {name: getattr(jax.config, name) for name in changes}
-
-    def update(values, quick):
-        jax.config.update("jax_disable_most_optimizations", quick)
-        for name, value in values.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it looks at its settings once
-    update(changes, True)
-    yield
-    update(before, False)
+    with kept_in(tmp_path_factory.mktemp("programs"), quick=True):
+        yield
 
 
 # ------------------------------------------------------------------------------ policies

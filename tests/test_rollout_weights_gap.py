@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from kept_programs import kept_in
 
 from grpo_cases import small_batch, tiny_decoder
 from loop_cases import tiny_config
@@ -71,17 +71,8 @@ def test_the_gap_is_measured_and_its_ratio_enters_the_loss():
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """Compiled programs on disk: what two runs share is compiled once."""
-    changes = {"jax_persistent_cache_min_compile_time_secs": 0.0,
-               "jax_persistent_cache_min_entry_size_bytes": -1,
-               "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs"))}
-    old = {name: getattr(jax.config, name) for name in changes}
-    for settings in (changes, old):
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if settings is changes:
-            yield
+    with kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.mark.usefixtures("programs")

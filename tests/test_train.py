@@ -10,9 +10,10 @@ import sys
 import threading
 
 import jax
+import kept_programs
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from kept_programs import kept_in
 from loop_cases import assert_follows_its_replay, tiny_config, write_config
 
 from experiments import evaluate as evaluate_entry
@@ -28,8 +29,6 @@ from rods_jax.tools.host import InProcessHost
 from rods_jax.types import Source, Task
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CACHE_SETTINGS = {"jax_persistent_cache_min_compile_time_secs": 0.0,
-                  "jax_persistent_cache_min_entry_size_bytes": -1}
 # What a machine decides and not the run.
 TIMES = ("tokens_per_s", "rollout_s", "device_s", "idle_s", "publish_s", "wall_s", "compiles",
          "compiled")
@@ -38,17 +37,8 @@ EVERY = dict(checkpoint_every=2, eval=dict(every=2))
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory):
-    """Compiled programs on disk: a second run of the same shapes need not compile again."""
-    folder = tmp_path_factory.mktemp("programs")
-    old = {name: getattr(jax.config, name) for name in (*CACHE_SETTINGS,
-                                                        "jax_compilation_cache_dir")}
-    for name, value in (CACHE_SETTINGS | {"jax_compilation_cache_dir": str(folder)}).items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield folder
-    for name, value in old.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with kept_in(tmp_path_factory.mktemp("programs")) as folder:
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +264,7 @@ def resumed(folder, whole, programs):
     lines = (path / metrics.FILE).read_text().splitlines(keepends=True)
     (path / metrics.FILE).write_text("".join(lines[:3]) + lines[3][:40])
     config = write_config(folder / "tiny.py", **EVERY)
-    settings = {name.upper(): str(value) for name, value in CACHE_SETTINGS.items()}
+    settings = {name.upper(): str(value) for name, value in kept_programs.SETTINGS.items()}
     done = subprocess.run(
         [sys.executable, "-m", "experiments.train", "--config", config, "--out", path,
          "--cache", folder / "cache", "--resume", "--json", "-"],

@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
                     remat="layer"),
         sampler=dict(slots=32, max_len=4096, prompt_len=3072, max_new=256, sharers=8, prompts=6,
                      prefill=((1, 512),), extend=((8, 32), (8, 256)), page=64, prompt_page=256,
-                     wave_pages=(0.125, 0.25, 0.5)),
+                     cache_sizes=(0.125, 0.25, 0.5)),
         engine=dict(max_steps=6),
         update=dict(logit_chunk=64),
         optimizer=dict(lr=2e-5),

@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
                         weight_decay=0.3, hide=0.15),
         sampler=dict(slots=64, max_len=192, prompt_len=64, max_new=16, sharers=16, prompts=6,
                      prefill=((2, 64),), extend=((64, 16),), page=64, prompt_page=64,
-                     wave_pages=(0.5,), straggler_share=0.15),
+                     cache_sizes=(0.5,), straggler_share=0.15),
         engine=dict(max_steps=6),
         # Hot rollouts: a policy sure of its errors shows GRPO nothing to choose from.
         update=dict(temperature=1.4),

@@ -53,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json != "-":
         print(table(step, args.split, found))
     if args.json:
-        write_json(args.json, {"step": step, "split": args.split, "checkpoint": str(path) if path else None,
-                               **found})
+        write_json(args.json, {"step": step, "split": args.split,
+                               "checkpoint": str(path) if path else None, **found})
 
 
 def official(config: RunConfig) -> RunConfig:

@@ -494,6 +494,6 @@ def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, An
         "admitted": run.counters.admitted, "retired": run.retired(),
         "refused_at_admission": run.counters.refused_at_admission,
         "env_errors": run.counters.env_errors, "tool_crashes": run.counters.tool_crashes,
-        "drifts": run.counters.drifts, "funnel": run.synthesizer.funnel.to_json(), "leaks_refused": run.guard.to_json(),
-        "wall_s": wall_s,
+        "drifts": run.counters.drifts, "funnel": run.synthesizer.funnel.to_json(),
+        "leaks_refused": run.guard.to_json(), "wall_s": wall_s,
     }

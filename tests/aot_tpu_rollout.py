@@ -28,6 +28,7 @@ import math
 import os
 import re
 import time
+from unittest import mock
 
 # The compiler must not look for the machine it is on.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -42,8 +43,9 @@ from rods_jax.models import int8
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.models.sharding import ShardingRules, make_mesh, param_shardings
+from rods_jax.rollout import slots as rollout_slots
+from rods_jax.rollout.programs import Programs
 from rods_jax.rollout.shapes import SamplerConfig
-from rods_jax.rollout.slots import Slots
 
 MODELS = {
     "qwen3-0.6b": ModelConfig(151936, 1024, 28, 16, 8, 128, 3072, qk_norm=True),
@@ -54,13 +56,13 @@ _WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 _FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "constant"}
 
 
-class ShapesOnly(Slots):
-    """Slots whose cache is only shapes."""
+class ShapesOnly(Programs):
+    """Programs whose cache is only shapes."""
 
-    def _empty(self, decoder: Decoder):
-        shapes = jax.eval_shape(functools.partial(super()._empty, decoder))
+    def _empty(self, *args):
         return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, self._placed)
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+            jax.eval_shape(functools.partial(super()._empty, *args)), self._placed(self._specs))
 
 
 def weights(config: ModelConfig, mesh):
@@ -142,17 +144,19 @@ def main():
         steps=64, kv_bytes=given.kv_bytes)
     devices = topologies.get_topology_desc(given.topology, platform="tpu").devices
     data, tensor = given.mesh
-    slots = ShapesOnly(Decoder(model), config, [0], make_mesh(data, 1, tensor, devices))
-    params, cache = weights(model, slots._mesh), slots._cache
-    wave = (config.slots, slots.memory.shared, slots.memory.own)
+    mesh = make_mesh(data, 1, tensor, devices)
+    with mock.patch.object(rollout_slots, "Programs", ShapesOnly):
+        slots = rollout_slots.Slots(Decoder(model), config, [0], mesh)
+    made, params = slots.programs, weights(model, mesh)
+    cache = made._cache
     programs = {
-        "prefill": (slots._prefill[config.prefill[0]], slots._chunk(config.prefill[0], [])),
-        "extend": (slots._extend[config.extend[0]], slots._chunk(config.extend[0], [])),
-        "wave": (slots._waves[wave], slots._wave(*wave, []), jax.random.key(0), np.float32(0),
-                 np.int32(0), np.zeros((slots.devices,), np.int32))}
+        "prefill": (*made._prefill.values(), cache.shared, slots._chunk(config.prefill[0], [])),
+        "extend": (*made._extend.values(), cache, slots._chunk(config.extend[0], [])),
+        "wave": (*made._waves.values(), cache, slots._wave(config.slots, []), jax.random.key(0),
+                 np.float32(0), np.int32(0), np.zeros((slots.devices,), np.int32))}
     for name in given.programs:
-        program, *rest = programs[name]
-        print(json.dumps(account(name, program, params, cache, *rest, keep=given.keep,
+        program, kept, *rest = programs[name]
+        print(json.dumps(account(name, program, params, kept, *rest, keep=given.keep,
                                  least=int(given.large * 2**20)), indent=1), flush=True)
 
 

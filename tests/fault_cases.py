@@ -32,7 +32,7 @@ def play(engine, host, params, tasks, group=4):
 
 
 def assert_all_free(engine):
-    slots, memory = engine.slots, engine.slots.memory
+    slots, memory = engine.slots, engine.slots.plan
     assert slots.free(0) == engine.sampler.slots and not slots.rows
     assert (len(slots._own[0]), len(slots._shared[0])) == (memory.own, memory.shared)
 

@@ -160,7 +160,11 @@ def test_unstacked_layers_are_those_of_the_stack():
     config = dataclasses.replace(TOY, scan_unroll=3)
     apart = unstacked(config, params)
     assert unrolled(config) and isinstance(apart["layers"], tuple)
-    together = jax.tree.map(lambda *x: np.stack(x), *apart["layers"])
+    back = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}  # inputs, now last
+    together = {
+        name: np.moveaxis(np.stack([layer[name] for layer in apart["layers"]]),
+                          range(-n, 0), range(1, 1 + n))
+        for name in params["layers"] for n in [back.get(name, 0)]}
     jax.tree.map(np.testing.assert_array_equal, apart | {"layers": together}, params)
     ids, at = tokens((2, 5)), np.arange(5)[None]
     got, want = (jax.jit(lambda p: forward(Decoder(config), p, ids, at, causal_mask(5)))(p)

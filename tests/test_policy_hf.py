@@ -42,7 +42,7 @@ LIKELY = {"<|im_end|>": 5.0, GOOD: 5.0, BAD: 4.5, THOUGHT: 4.5}
 SETS = {"steps": 2, "tasks_per_step": 4, "group_size": 4, "rows": 4, "tasks.seeds": 8,
         "tasks.held_in": 2, "sampler.slots": 16, "sampler.max_new": 4, "sampler.sharers": 4,
         "sampler.prefill": ((2, 128),), "sampler.extend": ((8, 128),), "sampler.prompt_len": 2048,
-        "sampler.max_len": 2240, "sampler.wave_pages": (), "engine.max_steps": 2,
+        "sampler.max_len": 2240, "sampler.cache_sizes": (), "engine.max_steps": 2,
         "engine.stop_on_failed_turn": False, "pool.capacity": 16, "pool.p_max": 8,
         "policy.lora": {"targets": "q_proj|down_proj", "rank": 2, "alpha": 4.0},
         "policy.remat": "none", "optimizer.lr": 1e-2, "checkpoint_every": 1,

@@ -52,7 +52,7 @@ TIGHT = shape(slots=16, sharers=2, prompts=1, extend=((3, 8),), page=4, prompt_p
               steps_waiting=1, straggler_share=0.5, kv_bytes=256 * (128 + 160))
 # No size is a multiple of another.
 ODD = shape(slots=3, max_len=45, prompt_len=23, max_new=7, sharers=2, prompts=3, page=7,
-            prompt_page=5, prefill=((1, 9),), extend=((2, 11),), steps=5, wave_pages=(0.5,))
+            prompt_page=5, prefill=((1, 9),), extend=((2, 11),), steps=5, cache_sizes=(0.5,))
 LENGTHS = (1, 4, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128)
 
 

@@ -48,7 +48,7 @@ def programs(model, shape):
     decoder = Decoder(model)
     return (unstacked(model, policy()), program(sampler.make_prefill(decoder, shape)),
             program(sampler.make_extend(decoder, shape)),
-            program(sampler.make_wave(decoder, shape, STOP, N_SHARED, N_OWN)))
+            program(sampler.make_wave(decoder, shape, STOP)))
 
 
 @dataclasses.dataclass
@@ -126,7 +126,8 @@ class World:
                 part = prompt.ids[start:start + C]
                 tokens[r, :len(part)], n_R[r] = part, len(part)
                 self.enter(shared, r, prompt.pages, min(start, len(prompt.ids)))
-            self.cache = self.prefill(self.params, self.cache, Chunk(tokens, n_R, shared, own))
+            self.cache = self.cache.replace(shared=self.prefill(
+                self.params, self.cache.shared, Chunk(tokens, n_R, shared, own)))
 
     def run_rows(self, rows):
         """All their ids but the last, a chunk of some rows at a time, in no order."""
@@ -371,7 +372,8 @@ def test_the_hosts_checksum_tells_ids_and_their_order(ids, data):
     (dict(steps_waiting=0), "sampler.steps_waiting is 0"),
     (dict(prefill=()), "sampler.prefill is"), (dict(extend=((4, 0),)), "sampler.extend is"),
     (dict(extend=((4,),)), "sampler.extend is"), (dict(wave_rows=(0,)), "sampler.wave_rows is"),
-    (dict(wave_pages=(1.5,)), "sampler.wave_pages is"), (dict(top_k=-2), "top_k is -2"),
+    (dict(cache_sizes=(1.5,)), "sampler.cache_sizes is"),
+    (dict(cache_sizes=(0.0,)), "sampler.cache_sizes is"), (dict(top_k=-2), "top_k is -2"),
     (dict(top_p=0.0), "top_p is 0.0")])
 def test_shapes_that_cannot_work_are_refused(fields, words):
     with pytest.raises(ValueError, match=words) as error:
@@ -381,7 +383,7 @@ def test_shapes_that_cannot_work_are_refused(fields, words):
 
 def test_figures_that_follow_from_the_shape():
     shape = SamplerConfig(slots=9, max_len=50, prompt_len=20, max_new=7, page=8, prompt_page=16,
-                          steps=30, wave_rows=(3, 9, 20), wave_pages=(0.5, 0.1))
+                          steps=30, wave_rows=(3, 9, 20), cache_sizes=(0.5, 0.1))
     assert (shape.wave, shape.row_pages, shape.prompt_pages) == (7, 7, 2)
-    assert shape.row_buckets == (3, 9) and shape.page_buckets(63) == (7, 32, 63)
+    assert shape.row_buckets == (3, 9) and shape.own_sizes(63) == (7, 32, 63)
     assert dataclasses.replace(shape, steps=4).wave == 4

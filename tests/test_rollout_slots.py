@@ -25,7 +25,7 @@ MODEL = ModelConfig(vocab_size=23, d_model=8, n_layers=2, n_heads=2, n_kv_heads=
 TOKEN = 2 * 2 * 1 * 4 * 4  # bytes: k and v, layers, heads, width, float32
 SHAPE = SamplerConfig(slots=6, max_len=40, prompt_len=14, max_new=6, sharers=3, prompts=3,
                       prefill=((2, 4), (1, 8)), extend=((2, 4), (1, 9)), wave_rows=(2,),
-                      wave_pages=(0.3, 0.6), page=3, prompt_page=4, steps=5)
+                      cache_sizes=(0.3, 0.6), page=3, prompt_page=4, steps=5)
 PROMPT_BYTES = 3 * 4 * 4 * TOKEN
 TIGHT = dataclasses.replace(SHAPE, kv_bytes=PROMPT_BYTES + 20 * 3 * TOKEN)
 STOP = (1, 2)
@@ -59,20 +59,25 @@ def test_pages_for_tokens():
 
 
 class Paper:
-    """Plays the slots' programs over ids alone. Everything it is told is checked: that pages
+    """Stands for the slots' Programs, and plays them over ids alone. Everything it is told is checked: that pages
     which are written belong to nobody else, and that a row reads all its tokens in order, at
     seats that are its own."""
 
     def __init__(self, slots, seed):
         self.slots, self.rng = slots, np.random.default_rng(seed)
-        memory, config = slots.memory, slots.config
-        self.shared = np.full((memory.shared, config.prompt_page), -1)
-        self.own = np.full((memory.own, config.page), -1)
+        self.shared = np.full((slots.plan.shared, slots.config.prompt_page), -1)
+        self.own = np.full((0, slots.config.page), -1)
         self.calls = []
-        for programs, run in ((slots._prefill, self._prefill), (slots._extend, self._extend),
-                              (slots._waves, self._wave)):
-            for shape in programs:
-                programs[shape] = lambda *args, run=run, shape=shape: run(shape, *args)
+        slots.programs = self
+
+    @property
+    def size(self):
+        return len(self.own)
+
+    def fit(self, pages):
+        """Not one page more than is asked for, and what is beyond is lost."""
+        empty = np.full((max(0, pages - self.size), self.own.shape[1]), -1)
+        self.own = np.concatenate([self.own[:pages], empty])
 
     @staticmethod
     def _places(pages, table, r, first, n):
@@ -86,8 +91,8 @@ class Paper:
         return [int(pages[at]) for pages, table in ((self.shared, shared), (self.own, own))
                 for at in self._places(pages, table, r, 0, int(table.length_R[r]))]
 
-    def _chunk(self, shape, chunk, pages, table):
-        assert chunk.tokens_RxC.shape == shape and chunk.n_R.any()
+    def _chunk(self, shapes, chunk, pages, table):
+        assert chunk.tokens_RxC.shape in shapes and chunk.n_R.any()
         self.calls.append(int(chunk.n_R.sum()))
         written = []
         for r, n in enumerate(chunk.n_R):
@@ -97,20 +102,18 @@ class Paper:
                 pages[place] = token
         assert len(set(written)) == len(written)
 
-    def _prefill(self, shape, params, cache, chunk):
+    def prefill(self, params, chunk):
         assert not chunk.own.length_R.any()
-        self._chunk(shape, chunk, self.shared, chunk.shared)
-        return cache
+        self._chunk(self.slots.config.prefill, chunk, self.shared, chunk.shared)
 
-    def _extend(self, shape, params, cache, chunk):
-        self._chunk(shape, chunk, self.own, chunk.own)
-        return cache
+    def extend(self, params, chunk):
+        self._chunk(self.slots.config.extend_shapes, chunk, self.own, chunk.own)
 
-    def _seated(self, pages, n_read, seats, table, r):
+    def _seated(self, pages, seats, table, r):
         """The row's seats are at its pages with tokens, and nowhere else."""
         n_seats = seats.row_NxG.shape[1]
-        assert len(seats.row_NxG) == n_read
-        at = [int(x) for x in seats.at_RxW[r] if x < n_read * n_seats]
+        assert len(seats.row_NxG) == len(pages)
+        at = [int(x) for x in seats.at_RxW[r] if x < len(pages) * n_seats]
         used = -(-int(table.length_R[r]) // pages.shape[1])
         assert [x // n_seats for x in at] == table.page_RxW[r, :used].tolist()
         left = int(table.length_R[r])
@@ -120,19 +123,17 @@ class Paper:
             left -= pages.shape[1]
         return at
 
-    def _wave(self, shape, params, cache, plan, key, temperature, most, leave):
-        rows, n_shared, n_own = shape
-        M = self.slots.config.wave
-        assert len(plan.token_R) == rows and (plan.budget_R > 0).any()
+    def wave(self, params, plan, key, temperature, most, leave):
+        rows, M = len(plan.token_R), self.slots.config.wave
+        assert rows in self.slots.config.row_buckets and (plan.budget_R > 0).any()
         out = WaveOutput(np.zeros((rows, M), np.int32), np.zeros((rows, M), np.float32),
                          np.zeros((rows,), np.int32), np.zeros((rows,), bool),
                          np.zeros((rows,), np.uint32))
         taken = []
         for r in np.flatnonzero(plan.budget_R):
             taken += [("shared", x) for x in self._seated(
-                self.shared, n_shared, plan.shared_seats, plan.shared, r)]
-            taken += [("own", x) for x in self._seated(
-                self.own, n_own, plan.own_seats, plan.own, r)]
+                self.shared, plan.shared_seats, plan.shared, r)]
+            taken += [("own", x) for x in self._seated(self.own, plan.own_seats, plan.own, r)]
             n = int(self.rng.integers(1, min(int(plan.budget_R[r]), int(most)) + 1))
             said = self.rng.integers(3, 23, n)
             out.stopped_R[r] = self.rng.random() < 0.3
@@ -146,15 +147,15 @@ class Paper:
             out.tokens_RxM[r, :n], out.count_R[r] = said, n
             out.mark_R[r] = checksum(ids)
         assert len(set(taken)) == len(taken), "two rows at one seat"
-        return cache, out
+        return out
 
 
 def check_pages(slots, prompts):
     """Each page is free or has one owner."""
     own = [page for row in slots.rows for page in row.pages]
-    assert sorted(own + slots._own[0]._free) == list(range(slots.memory.own))
+    assert sorted(own + slots._own[0]._free) == list(range(slots.plan.own))
     shared = [page for prompt in prompts for page in prompt.pages]
-    assert sorted(shared + slots._shared[0]._free) == list(range(slots.memory.shared))
+    assert sorted(shared + slots._shared[0]._free) == list(range(slots.plan.shared))
     seats = [row.slot for row in slots.rows]
     assert sorted(seats + slots._free[0]) == list(range(slots.config.slots))
     for row in slots.rows:
@@ -191,7 +192,7 @@ class Game:
         if not self.slots.free(0):
             return
         self.n += 1
-        seats = [(prompt, ids) for prompt, ids in self.open if prompt.free_seats]
+        seats = [(prompt, ids) for prompt, ids in self.open if None in prompt.rows]
         if seats and self.rng.random() < 0.7:
             prompt, ids = seats[self.rng.integers(len(seats))]
         else:
@@ -263,8 +264,8 @@ def test_whatever_happens_no_page_is_lost_or_owned_twice(seed, config):
         game.let_go()
     check_pages(game.slots, game.prompts)
     assert game.slots.free(0) == config.slots
-    assert len(game.slots._own[0]) == game.slots.memory.own
-    assert len(game.slots._shared[0]) == game.slots.memory.shared
+    assert len(game.slots._own[0]) == game.slots.plan.own
+    assert len(game.slots._shared[0]) == game.slots.plan.shared
     assert game.slots.ran == sum(game.paper.calls)
 
 
@@ -328,7 +329,7 @@ def test_pages_in_use_follow_the_tokens():
     Paper(slots, 0)
     ids = list(range(3, 14))
     prompt = slots.share(ids, 0)
-    assert slots.memory.shared - len(slots._shared[0]) == pages_for(10, config.prompt_page) == 3
+    assert slots.plan.shared - len(slots._shared[0]) == pages_for(10, config.prompt_page) == 3
     rows = [slots.take(0, ids, prompt) for _ in range(3)] + [slots.take(0, ids)]
     slots.let_go(prompt)
     held = [0] * 4
@@ -343,13 +344,13 @@ def test_pages_in_use_follow_the_tokens():
         assert slots.ran == 20 + 3 * turn
         slots.sample(None, rows, budgets, None, 1.0, config.wave, 0.0)
         assert [len(row.pages) for row in rows] == held
-        assert slots.memory.own - len(slots._own[0]) == sum(held)
+        assert slots.plan.own - len(slots._own[0]) == sum(held)
         rows[0].ids += [5] * 3
     for row in rows[1:]:
         slots.release(row)
-    assert len(slots._shared[0]) == slots.memory.shared - 3
+    assert len(slots._shared[0]) == slots.plan.shared - 3
     slots.release(rows[0])
-    assert len(slots._shared[0]) == slots.memory.shared
+    assert len(slots._shared[0]) == slots.plan.shared
 
 
 @pytest.mark.parametrize("dtype, itemsize", [("float32", 4), ("bfloat16", 2)])
@@ -357,7 +358,9 @@ def test_pages_in_use_follow_the_tokens():
 def test_the_plan_is_what_the_arrays_take(dtype, itemsize, kv_bytes):
     model = dataclasses.replace(MODEL, compute_dtype=dtype)
     config = dataclasses.replace(SHAPE, kv_bytes=kv_bytes)
-    memory, cache = plan_memory(config, model), Slots(Decoder(model), config, STOP)._cache
+    memory, programs = plan_memory(config, model), Slots(Decoder(model), config, STOP).programs
+    programs.fit(memory.own)
+    cache = programs._cache
     assert memory.token_bytes == TOKEN * itemsize // 4 and memory.shared == 3 * 4
     own, shared = (sum(x.nbytes for x in jax.tree.leaves((region.k, region.v)))
                    for region in (cache.own, cache.shared))
@@ -420,18 +423,19 @@ def test_little_memory_gives_the_same_and_nothing_is_compiled_after_the_warm_up(
     """Room for the prompts and 15 pages, where 8 rows can take 12 each."""
     decoder, params = babbler()
     token = plan_memory(PLAY, decoder.config).token_bytes
-    tight = dataclasses.replace(PLAY, kv_bytes=(2 * 5 + 15) * 8 * token, wave_pages=(0.4,),
+    tight = dataclasses.replace(PLAY, kv_bytes=(2 * 5 + 15) * 8 * token, cache_sizes=(0.4,),
                                 extend=((4, 8), (1, 32)))
     engine = Engine(decoder, tight, RULES, CHAT, SUITE)
-    assert (engine.slots.memory.shared, engine.slots.memory.own) == (10, 15)
-    declared = {"prefill_2x16", "extend_4x8", "extend_1x32"} | {
-        f"wave_8_{shared}_{own}" for shared in (0, 10) for own in (6, 15)}
+    assert (engine.slots.plan.shared, engine.slots.plan.own) == (10, 15)
+    declared = dict.fromkeys(["prefill_2x16", *(
+        f"{name}_{own}" for name in ("extend_4x8", "extend_1x32", "wave_8") for own in (6, 15))], 1)
+    declared |= {"resize_6_15": 2, "resize_15_6": 2}  # of K and V, here of one shape, and of ids
     with CompileCounter() as compiles:
         assert engine.warm_up(params) == len(declared)
         ready = compiles.counts()
         ours = {name: n for name, n in ready.items()
-                if name.startswith(("prefill", "extend", "wave"))}
-        assert ours == dict.fromkeys(declared, 1)
+                if name.startswith(("prefill", "extend", "wave", "resize"))}
+        assert ours == declared
         groups, stats = engine.run(params, PROMPTS, 4, KEY, 0.8)
         engine.chat = FORGETFUL
         again, more = engine.run(params, [make_prompt(task, SUITE, FORGETFUL) for task in TASKS],

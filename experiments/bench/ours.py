@@ -13,7 +13,7 @@ from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.slots import Row, Slots
 
 CHUNK = 512  # tokens of a prompt run at once, and in a page of it
-WAVE_PAGES = (0.0, 0.28, 0.455, 0.64)  # what is in use after each message
+CACHE_SIZES = (0.05, 0.28, 0.455, 0.64)  # what case c has in use in each message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ours:
             slots=case.group, sharers=case.group, prompts=1, max_len=case.length,
             prompt_len=case.prompt, max_new=case.new, steps=case.new, page=64,
             prompt_page=min(case.prompt, CHUNK), prefill=((1, min(case.prompt, CHUNK)),),
-            extend=((case.group, max(1, case.tool)),), wave_pages=WAVE_PAGES), stop_ids=())
+            extend=((case.group, max(1, case.tool)),), cache_sizes=CACHE_SIZES), stop_ids=())
 
     def run(self) -> Phases:
         case, slots = self._case, self._slots
@@ -75,4 +75,4 @@ class Ours:
     def _prepare(self, rows: list[Row]) -> None:
         """The prompt the first time, tool results from then on."""
         self._slots.prepare(self._params, rows, [self._case.new] * len(rows))
-        jax.block_until_ready(self._slots._cache)  # to tell this phase's time from the next's
+        self._slots.programs.wait()  # to tell this phase's time from the next's

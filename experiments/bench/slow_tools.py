@@ -28,7 +28,7 @@ TARGET = 0.15  # of the throughput, most that may be lost
 @dataclasses.dataclass(frozen=True)
 class Load:
     """`groups` of `group` rollouts each, of which the slots hold one. rows, pages: see
-    SamplerConfig.wave_rows and wave_pages."""
+    SamplerConfig.wave_rows and cache_sizes."""
 
     talk: Talk = Talk()
     group: int = 16
@@ -44,7 +44,7 @@ class Load:
             slots=self.group, sharers=self.group, prompts=2, max_len=talk.length,
             prompt_len=talk.prompt, max_new=longest, page=64, prompt_page=256,
             prefill=((1, talk.prompt),), extend=((1, 64), (4, 64)),
-            wave_rows=self.rows, wave_pages=self.pages)
+            wave_rows=self.rows, cache_sizes=self.pages)
 
 
 def slow_tools(decoder: Decoder, params, repeats: int, seconds: float = 0.05,

@@ -79,7 +79,7 @@ class ModelConfig:
 
     rope_divisors: one number for each of the head_dim / 2 rotary frequencies, which is
         divided by it; empty leaves the frequencies alone (see `llama3_rope_divisors`).
-    compute_dtype: dtype of activations and matmuls; parameters are always float32.
+    compute_dtype: dtype of activations and matmuls. Parameters that are trained are float32.
     remat, attention: how a pass is computed, never what. lora: adapters beside the weights,
         parameters of their own; None has none.
     int8_weights: the projections are int8 with scales beside them (models/int8.py), for

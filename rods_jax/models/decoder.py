@@ -1,8 +1,8 @@
 """A Llama-shaped decoder whose chunks may attend to memories of earlier tokens.
 
-One forward pass serves training (no memory), prefill and extend (the slot's cache) and
-decode (the cache plus the K/V of the tokens decoded since it was last merged). A pass never
-writes a cache: it returns the chunk's own K/V and the caller merges them.
+One forward pass serves training (no memory), prefill and extend (pages of K/V) and decode
+(pages, and the K/V of the tokens decoded since the wave began; see models/memory.py). It
+writes no pages: it returns the chunk's own K/V, which the caller stores.
 
 Extra dim letters: H heads, KV key/value heads, Q = H / KV, HD head width, Lyr layers.
 
@@ -35,7 +35,7 @@ import numpy as np
 from rods_jax.models.attention import (
     KERNEL_OUTPUT, Segments, attend, attend_segments, causal_mask, choose, segment_mask)
 from rods_jax.models import int8, lora, memory
-from rods_jax.models.config import Attention, ModelConfig, Remat
+from rods_jax.models.config import PROJECTIONS, Attention, ModelConfig, Remat
 
 
 def rope_tables(positions_BxC: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -80,6 +80,32 @@ def _project(x: jax.Array, kernel: jax.Array, n_in: int = 1, dtype=None) -> jax.
     return y.reshape(*lead, *outer)
 
 
+def _project_turned(x: jax.Array, kernel: jax.Array, n_in: int = 1, dtype=None) -> jax.Array:
+    """The same with a kernel whose inputs are its last n_in axes."""
+    lead, outer = x.shape[:x.ndim - n_in], kernel.shape[:kernel.ndim - n_in]
+    flat = x.reshape(int(np.prod(lead)), -1)
+    y = _matmul_turned(flat, kernel.reshape(-1, flat.shape[1]).astype(x.dtype), dtype)
+    return y.reshape(*lead, *outer)
+
+
+_FEW = 32  # rows
+
+
+def _matmul_turned(x_NxI: jax.Array, kernel_OxI: jax.Array, dtype=None) -> jax.Array:
+    """float [N, O]. Of a few rows a CPU makes the product from the left, (kernel x^T)^T, half
+    as fast again: its library first copies the right factor into an order of its own, which
+    takes longer than to multiply where that is the kernel. Without the barriers the compiler
+    would turn everything back."""
+    def from_right():
+        return jnp.matmul(x_NxI, kernel_OxI.T, preferred_element_type=dtype)
+    def from_left():
+        keep = jax.lax.optimization_barrier
+        return keep(jnp.matmul(kernel_OxI, keep(x_NxI.T), preferred_element_type=dtype)).T
+    if x_NxI.shape[0] > _FEW:
+        return from_right()
+    return jax.lax.platform_dependent(cpu=from_left, default=from_right)
+
+
 def _pin(x: jax.Array, sharding: jax.sharding.NamedSharding | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
@@ -89,21 +115,22 @@ class Layer(nn.Module):
 
     config: ModelConfig
     activations: jax.sharding.NamedSharding | None = None
+    turned: bool = False  # weights lie [*out, *in], see `unstacked`
 
     def setup(self):
         c = self.config
-        d, h, kv, hd, f = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff
-        residual = 1.0 / (2 * c.n_layers)  # keeps the residual stream's variance flat in depth
+        h, kv, hd = c.n_heads, c.n_kv_heads, c.head_dim
         ones, zeros = nn.initializers.ones, nn.initializers.zeros
-        self.attn_norm = self.param("attn_norm", ones, (d,))
-        self.mlp_norm = self.param("mlp_norm", ones, (d,))
-        self.q = self.param("q", _fan_in(0), (d, h, hd))
-        self.k = self.param("k", _fan_in(0), (d, kv, hd))
-        self.v = self.param("v", _fan_in(0), (d, kv, hd))
-        self.o = self.param("o", _fan_in(0, 1, scale=residual), (h, hd, d))
-        self.gate = self.param("gate", _fan_in(0), (d, f))
-        self.up = self.param("up", _fan_in(0), (d, f))
-        self.down = self.param("down", _fan_in(0, scale=residual), (f, d))
+        self.attn_norm = self.param("attn_norm", ones, (c.d_model,))
+        self.mlp_norm = self.param("mlp_norm", ones, (c.d_model,))
+        # What is added to the residual stream keeps its variance flat in depth.
+        scales = dict.fromkeys(("o", "down"), 1.0 / (2 * c.n_layers))
+        weights = {}
+        for name, (inputs, outputs) in lora.weight_shapes(c).items():
+            shape = (*outputs, *inputs) if self.turned else (*inputs, *outputs)
+            init = _fan_in(*range(len(inputs)), scale=scales.get(name, 1.0))
+            weights[name] = self.param(name, init, shape)
+        self.weights = weights
         if c.qkv_bias:
             self.q_bias = self.param("q_bias", zeros, (h, hd))
             self.k_bias = self.param("k_bias", zeros, (kv, hd))
@@ -113,21 +140,21 @@ class Layer(nn.Module):
             self.k_norm = self.param("k_norm", ones, (hd,))
         self.adapters = {name: self.param(name, lora.initializer(name), shape)
                          for name, shape in lora.shapes(c).items()}
-        self.scales = {name: self.param(name + int8.SCALE, ones,
-                                        getattr(self, name).shape[lora.input_axes(name):])
+        self.scales = {name: self.param(name + int8.SCALE, ones, lora.weight_shapes(c)[name][1])
                        for name in int8.NAMES if c.int8_weights}
 
     def _weighted(self, name: str, x, n_in: int):
         """x times the weight `name`, which may be int8."""
-        weights = getattr(self, name)
+        weights = self.weights[name]
+        project = _project_turned if self.turned else _project
         if self.config.int8_weights != (weights.dtype == jnp.int8):
             raise ValueError(f"layers/{name} is {weights.dtype}, int8_weights is "
                              f"{self.config.int8_weights}: take decoder and weights of rollouts "
                              "both from rollout/weights.py")
         if not self.config.int8_weights:
-            return _project(x, weights, n_in)
+            return project(x, weights, n_in)
         # Rounded to x's dtype once, after it was scaled.
-        return int8.scaled(_project(x, weights, n_in, jnp.float32),
+        return int8.scaled(project(x, weights, n_in, jnp.float32),
                            self.scales[name]).astype(x.dtype)
 
     def _linear(self, name: str, x):
@@ -236,7 +263,7 @@ class Decoder(nn.Module):
             x, kv = self.layers(x, tuple(kv for kv, _ in parts), cos, sin, self_mask,
                                 tuple(where for _, where in parts))
         else:
-            one = Layer(self.config, self.activations, parent=None)
+            one = Layer(self.config, self.activations, turned=True, parent=None)
             kv = []
             for i, params in enumerate(layers):
                 x, new = one.apply({"params": params}, x, [(m.k[i], m.v[i]) for m in memories],
@@ -258,10 +285,9 @@ class Decoder(nn.Module):
 
     def logits(self, hidden) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]: `apply(..., method="logits")`."""
-        head = self.embed.T if self.config.tie_embeddings else self.head
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        out = jnp.matmul(flat, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        return out.reshape(*hidden.shape[:-1], -1)
+        if self.config.tie_embeddings:
+            return _project_turned(hidden, self.embed, dtype=jnp.float32)
+        return _project(hidden, self.head, dtype=jnp.float32)
 
 
 def unrolled(config: ModelConfig) -> bool:
@@ -272,8 +298,8 @@ def unrolled(config: ModelConfig) -> bool:
 
 def unstacked(config: ModelConfig, params) -> dict:
     """The parameters as rollouts read them: where the layers are unrolled a tuple of layers in
-    place of the stacked ones, which a decode loop would take apart again in every step. All
-    else is not copied."""
+    place of the stacked ones, which a decode loop would take apart again in every step, and
+    their weights [*out, *in] (see _matmul_turned). All else is not copied."""
     if not unrolled(config):
         return params
     return params | {"layers": _unstack(config.n_layers, params["layers"])}
@@ -281,7 +307,13 @@ def unstacked(config: ModelConfig, params) -> dict:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unstack(n_layers: int, layers):
-    return tuple(jax.tree.map(lambda x: x[i], layers) for i in range(n_layers))
+    def turned(name: str, x: jax.Array) -> jax.Array:
+        if name not in PROJECTIONS.values():
+            return x
+        n_in = lora.input_axes(name)
+        return jnp.moveaxis(x, range(n_in), range(-n_in, 0))
+    return tuple({name: turned(name, x[i]) for name, x in layers.items()}
+                 for i in range(n_layers))
 
 
 def forward(decoder: Decoder, params, *args):

@@ -32,18 +32,23 @@ def input_axes(name: str) -> int:
     return 2 if name == "o" else 1
 
 
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(*in), (*out) of one layer's weights, by their names."""
+    c = config
+    heads, kv_heads = (c.n_heads, c.head_dim), (c.n_kv_heads, c.head_dim)
+    return {"q": ((c.d_model,), heads), "k": ((c.d_model,), kv_heads),
+            "v": ((c.d_model,), kv_heads), "o": (heads, (c.d_model,)),
+            "gate": ((c.d_model,), (c.d_ff,)), "up": ((c.d_model,), (c.d_ff,)),
+            "down": ((c.d_ff,), (c.d_model,))}
+
+
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Of one layer's adapter parameters, by their names; empty without lora."""
     if config.lora is None:
         return {}
-    c, rank = config, config.lora.rank
-    heads, kv_heads = (c.n_heads, c.head_dim), (c.n_kv_heads, c.head_dim)
-    weights = {"q": ((c.d_model,), heads), "k": ((c.d_model,), kv_heads),
-               "v": ((c.d_model,), kv_heads), "o": (heads, (c.d_model,)),
-               "gate": ((c.d_model,), (c.d_ff,)), "up": ((c.d_model,), (c.d_ff,)),
-               "down": ((c.d_ff,), (c.d_model,))}
+    rank, weights = config.lora.rank, weight_shapes(config)
     found = {}
-    for name in c.lora.parameters:
+    for name in config.lora.parameters:
         inputs, outputs = weights[name]
         found |= {name + A: (*inputs, rank), name + B: (rank, *outputs)}
     return found

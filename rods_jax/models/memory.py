@@ -186,25 +186,64 @@ def attend(q_BxCxHxHD, self_kv, self_mask, memories):
     k, v = self_kv
     kv = k.shape[1]
     q = (q_BxCxHxHD * hd ** -0.5).reshape(b, c, kv, h // kv, hd).transpose(0, 2, 3, 1, 4)
+    memories = [_of_layer(*memory) for memory in memories]
     *earlier, (near_k, near_v, where) = memories
     if isinstance(where, Rows):
         # Written before it is read, so that a loop can do it in place.
         k = jax.lax.dynamic_update_slice_in_dim(near_k, k.swapaxes(2, 3), where.at, axis=3)
         v = jax.lax.dynamic_update_slice_in_dim(near_v, v, where.at, axis=2)
         seen = jnp.arange(v.shape[2]) <= where.at + jnp.arange(c)[:, None]
-        parts = [_part(q, k, v, seen[None])]
+        joined = _join(_part(q, k, v, seen[None]), *(_read(q, *memory) for memory in earlier))
     else:
-        earlier = memories
-        parts = [_part(q, k.swapaxes(2, 3), v, self_mask)]
-    for memory_k, memory_v, where in earlier:
-        if isinstance(where, Whole):
-            tables = where.tables.replace(page_BxW=where.tables.page_BxW + memory_k)
-            memory_k, memory_v, where = where.k, where.v, tables
-        read = _seats if isinstance(where, Seats) else _tables
-        parts.append(read(q, memory_k, memory_v, where))
-    joined = _join(*parts)
+        joined = _chunk(q, k, v, self_mask, memories)
     out = (joined.out / joined.total).astype(q.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(b, c, h, hd), (k, v)
+
+
+def _of_layer(k, v, where):
+    """A memory without Whole: Tables of all layers whose pages are this layer's."""
+    if not isinstance(where, Whole):
+        return k, v, where
+    tables = where.tables
+    return where.k, where.v, tables.replace(page_BxW=tables.page_BxW + k)
+
+
+def _chunk(q, k, v, mask, memories) -> Part:
+    """Of a chunk's attention to itself and its memories."""
+    pages = [memory[:2] for memory in memories]
+    wheres = [memory[2] for memory in memories]
+    b, _, _, c, _ = q.shape
+
+    def together(q, k, v, mask, wheres):
+        parts = [_read(q, *kv, where) for kv, where in zip(pages, wheres, strict=True)]
+        return _join(_part(q, k.swapaxes(2, 3), v, mask), *parts)
+
+    def in_turn(*rows):
+        split = lambda x: x.reshape(b // at_once, at_once, *x.shape[1:])  # noqa: E731
+        parts = jax.lax.map(lambda some: together(*some), jax.tree.map(split, rows))
+        return jax.tree.map(lambda x: x.reshape(b, *x.shape[2:]), parts)
+
+    rows = q, k, v, jnp.broadcast_to(mask, (b, *mask.shape[1:])), wheres
+    if not all(isinstance(where, Tables) for where in wheres):
+        return together(*rows)
+    keys = max([c, *(where.block * k.shape[3] for (k, _), where in zip(pages, wheres))])
+    at_once = _rows_at_once(b, q[0, ..., 0].size * keys)
+    if at_once == b:
+        return together(*rows)
+    return jax.lax.platform_dependent(*rows, cpu=in_turn, default=together)
+
+
+_CACHED = 2 ** 20  # scores
+
+
+def _rows_at_once(rows: int, scores: int) -> int:
+    """The largest divisor of `rows` of whose scores, so many a row, a CPU's cache holds all:
+    others would go to memory and back at every step of the softmax."""
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and (n == 1 or n * scores <= _CACHED))
+
+
+def _read(q, k, v, where) -> Part:
+    return (_seats if isinstance(where, Seats) else _tables)(q, k, v, where)
 
 
 def _join(*parts: Part) -> Part:
@@ -229,6 +268,18 @@ def _part(q, k, v, mask_BxCxS) -> Part:
 
 
 def _seats(q, k, v, where: Seats) -> Part:
+    """Nothing is read where nobody has written yet: of own pages in the first message."""
+    nothing = _nothing(q.shape)
+    return jax.lax.cond(where.length_N.any(), _sitting, lambda *_: nothing, q, k, v, where)
+
+
+def _nothing(shape) -> Part:
+    """What no key gives to queries of this shape."""
+    return Part(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)),
+                jnp.zeros(shape))
+
+
+def _sitting(q, k, v, where: Seats) -> Part:
     n, kv, hd, entries = k.shape
     groups, seats = q.shape[2], where.row_NxG.shape[1]
     # The seats of a page are its queries: [N, G, KV, Q, 1, HD] -> [N, KV, Q, G, HD].
@@ -266,7 +317,4 @@ def _tables(q, k, v, where: Tables) -> Part:
 
     if where.page_BxW.shape[1] == block:
         return step(0, None)
-    shape = (b, kv, groups, c)
-    nothing = Part(jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)),
-                   jnp.zeros((*shape, hd)))
-    return jax.lax.fori_loop(0, n_blocks, step, nothing)
+    return jax.lax.fori_loop(0, n_blocks, step, _nothing(q.shape))

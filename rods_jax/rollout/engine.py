@@ -20,9 +20,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rods_jax.models.decoder import Decoder, unstacked
-from rods_jax.rollout import slots
 from rods_jax.rollout.shapes import SamplerConfig
-from rods_jax.rollout.slots import Row, Sampled, Slots
+from rods_jax.rollout.slots import Row, Sampled, SharedPrompt, Slots
 from rods_jax.text.formats import ChatFormat, Dialogue
 from rods_jax.tools.env import Suite
 from rods_jax.tools.host import Host, InProcessHost, Outage, Pending, ToolCrash
@@ -63,7 +62,8 @@ class RolloutStats:
     rollouts: int = 0
     waves: int = 0
     sampled_tokens: int = 0
-    inserted_tokens: int = 0  # run without being sampled: prompts, once a group, and answers
+    # Run without being sampled: prompts, once a group, answers, and again what was evicted.
+    inserted_tokens: int = 0
     evicted: int = 0  # rows that gave up their K/V to older ones, and were run again
     device_s: float = 0.0  # prefill, extend and waves, until their results are here
     idle_s: float = 0.0  # nothing could be sampled, all waited for their environments
@@ -80,6 +80,10 @@ class _Asked:
     step: ParsedStep
     pending: Pending | None
     ends_turn: bool = False
+    cut: bool = False  # the turn ends since the rollout is out of steps
+
+    def ready(self) -> bool:
+        return self.pending is None or self.pending.ready()
 
 
 class _Rollout:
@@ -138,7 +142,7 @@ class _Part:
     group: int
     first: int
     last: int
-    shared: slots.Prompt | None = None  # None: not yet, or each has the prompt of its own
+    shared: SharedPrompt | None = None  # None: not yet, or each has the prompt of its own
 
 
 class Engine:
@@ -203,7 +207,9 @@ class Engine:
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError, one line, for what `run` could not play."""
         for prompt in prompts:
-            if not 0 < len(prompt.ids) <= self.sampler.prompt_len:
+            if not prompt.ids:
+                raise ValueError(f"prompt of task {prompt.task.uid} has no tokens: drop the task")
+            if len(prompt.ids) > self.sampler.prompt_len:
                 raise ValueError(
                     f"prompt of task {prompt.task.uid} has {len(prompt.ids)} tokens, "
                     f"sampler.prompt_len is {self.sampler.prompt_len}: raise it or drop the task")
@@ -281,12 +287,10 @@ class Engine:
         for row, sampled in found:
             rollout = rollouts[id(row)]
             rollout.sampled(sampled)
-            step = EndReason.DRIFT if not sampled.intact else self._safely(
-                lambda: self._ask(rollout, sampled.stopped), stats)
-            if isinstance(step, EndReason):
-                ended.append((rollout, step))
+            if sampled.intact:
+                self._go_on(rollout, lambda: self._ask(rollout, sampled.stopped), ended, stats)
             else:
-                rollout.asked = step
+                ended.append((rollout, EndReason.DRIFT))
         return ended
 
     def _budget(self, rollout: _Rollout) -> int:
@@ -300,13 +304,9 @@ class Engine:
         self.host.poll()
         ended = []
         for rollout in live.values():
-            asked = rollout.asked
-            if asked is None or not (asked.pending is None or asked.pending.ready()):
-                continue
-            rollout.asked = None
-            end = self._safely(lambda: self._answer(rollout, asked), stats)
-            if end is not None:
-                ended.append((rollout, end))
+            while rollout.asked is not None and rollout.asked.ready():
+                asked, rollout.asked = rollout.asked, None
+                self._go_on(rollout, lambda: self._answer(rollout, asked), ended, stats)
         return ended
 
     def _ask(self, rollout: _Rollout, stopped: bool) -> EndReason | _Asked | None:
@@ -325,12 +325,15 @@ class Engine:
             return _Asked(step, self.host.execute(rollout.handle, step.calls))
         return _Asked(step, self.host.end_turn(rollout.handle, step.text), ends_turn=True)
 
-    def _answer(self, rollout: _Rollout, asked: _Asked) -> EndReason | None:
-        """Takes the environment's answer: ends the rollout or inserts what comes next."""
+    def _answer(self, rollout: _Rollout, asked: _Asked) -> EndReason | _Asked | None:
+        """Takes the environment's answer: ends the rollout, asks again or inserts what comes
+        next."""
         if asked.ends_turn:
             outcome, turn = asked.pending.result()
             rollout.outcomes.append(outcome)
             rollout.turn_steps = 0
+            if asked.cut:
+                return EndReason.STEP_LIMIT
             if turn is None:
                 return EndReason.DONE
             if self.config.stop_on_failed_turn and not outcome.passed:
@@ -347,8 +350,8 @@ class Engine:
             return self._insert(rollout, ids)
         last = len(rollout.outcomes) + 1 == len(rollout.task.turns)
         if self.config.score_cut_turn and last:
-            outcome, _ = self.host.end_turn(rollout.handle, "").result()
-            rollout.outcomes.append(outcome)
+            return _Asked(asked.step, self.host.end_turn(rollout.handle, ""), ends_turn=True,
+                          cut=True)
         return EndReason.STEP_LIMIT
 
     def _insert(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
@@ -365,20 +368,25 @@ class Engine:
         self.slots.restart(rollout.row, ids, rollout.who)
         return None
 
-    def _safely(self, step: Callable[[], _Asked | EndReason | None], stats: RolloutStats,
-                ) -> _Asked | EndReason | None:
-        """A step whose environment may break. A call that took its worker down is the policy's
-        doing; any other failure is not, and a simulator may even call exit."""
+    @staticmethod
+    def _go_on(rollout: _Rollout, step: Callable[[], _Asked | EndReason | None],
+               ended: list[tuple[_Rollout, EndReason]], stats: RolloutStats) -> None:
+        """A step of a rollout, whose environment may break. A call that took its worker down is
+        the policy's doing; any other failure is not, and a simulator may even call exit."""
         try:
-            return step()
+            found = step()
         except ToolCrash as crash:
             stats.crashes[crash.reason.value] += 1
-            return EndReason.TOOL_CRASH
+            found = EndReason.TOOL_CRASH
         except Outage:
             raise
         except (Exception, SystemExit) as error:
             stats.env_errors[getattr(error, "kind", type(error).__name__)] += 1
-            return EndReason.ENV_ERROR
+            found = EndReason.ENV_ERROR
+        if isinstance(found, EndReason):
+            ended.append((rollout, found))
+        else:
+            rollout.asked = found
 
 
 def _messages(task: Task) -> int:

@@ -11,7 +11,6 @@ class FreePages:
     what is in use stays together at the front, where waves of small buckets read."""
 
     def __init__(self, n: int):
-        self.n = n
         self._free = list(range(n))
 
     def __len__(self) -> int:

@@ -101,15 +101,22 @@ def init_cache(decoder: Decoder, config: SamplerConfig, n_shared: int, n_own: in
     return Cache(region(n_shared, config.prompt_page), region(n_own, config.page))
 
 
+def resized(x: jax.Array, pages: int) -> jax.Array:
+    """An array of a Region with so many pages: the first ones, or all and empty ones behind."""
+    axis = max(0, x.ndim - 4)  # behind that of stacked layers
+    if pages <= x.shape[axis]:
+        return jax.lax.slice_in_dim(x, 0, pages, axis=axis)
+    return jnp.pad(x, [(0, (pages - n) * (a == axis)) for a, n in enumerate(x.shape)])
+
+
 # ---------------------------------------------------------------- prefill and extend
 
 
 def make_prefill(decoder: Decoder, config: SamplerConfig):
-    """`prefill(params, cache, chunk) -> cache`."""
-    def prefill(params, cache: Cache, chunk: Chunk) -> Cache:
-        kv = _run(decoder, params, chunk, [_collected(cache.shared, chunk.shared, config)])
-        return cache.replace(shared=_stored(cache.shared, kv, chunk.tokens_RxC, chunk.shared,
-                                            chunk.n_R))
+    """`prefill(params, shared, chunk) -> shared`, a Region."""
+    def prefill(params, shared: Region, chunk: Chunk) -> Region:
+        kv = _run(decoder, params, chunk, [_collected(shared, chunk.shared, config)])
+        return _stored(shared, kv, chunk.tokens_RxC, chunk.shared, chunk.n_R)
     return prefill
 
 
@@ -152,10 +159,8 @@ def _stored(region: Region, kv, tokens_RxC, table: Table, n_R) -> Region:
 # ---------------------------------------------------------------- the wave
 
 
-def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], n_shared: int,
-              n_own: int):
-    """`wave(params, cache, plan, key, temperature, most, leave) -> (cache, WaveOutput)` for
-    plans whose pages with tokens are among the first n_shared and n_own; 0: there are none.
+def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int]):
+    """`wave(params, cache, plan, key, temperature, most, leave) -> (cache, WaveOutput)`.
 
     key: with `plan.who` and a token's position it makes the key of a draw. temperature:
     float32 scalar, see draw.draw. most: int32, most tokens a row samples in this wave, at
@@ -165,8 +170,9 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
 
     def wave(params, cache: Cache, plan: Wave, key, temperature, most, leave):
         R = plan.token_R.shape[0]
-        memories = [_seated(region, seats, n) for region, seats, n in (
-            (cache.shared, plan.shared_seats, n_shared), (cache.own, plan.own_seats, n_own)) if n]
+        memories = [Memory(region.k, region.v, Seats(seats.row_NxG, seats.length_N, seats.at_RxW))
+                    for region, seats in ((cache.shared, plan.shared_seats),
+                                          (cache.own, plan.own_seats))]
         top = {name: x for name, x in params.items() if name != "layers"}
         start_R = plan.shared.length_R + plan.own.length_R
         keys_R = row_keys(key, plan.who_Rx2)
@@ -207,11 +213,6 @@ def make_wave(decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int], 
         return cache.replace(own=own), out.replace(mark_R=mark_R)
 
     return wave
-
-
-def _seated(region: Region, seats: Sitting, n: int) -> Memory:
-    k, v = jax.tree.map(lambda pages: pages[..., :n, :, :, :], (region.k, region.v))
-    return Memory(k, v, Seats(seats.row_NxG, seats.length_N, seats.at_RxW))
 
 
 def _zeros(decoder: Decoder, rows: int, length: int):

@@ -33,7 +33,9 @@ class SamplerConfig:
     prefill: tuple[tuple[int, int], ...] = ((2, 32),)  # (rows, tokens) of prompts run at once
     extend: tuple[tuple[int, int], ...] = ((64, 16),)  # (rows, tokens) of rollouts run at once
     wave_rows: tuple[int, ...] = ()  # rows sampled at once; `slots` is always one
-    wave_pages: tuple[float, ...] = ()  # shares of the pages read at once; 1 is always one
+    # Shares of its full size that the cache begins with and grows through; 1 is always the last.
+    # A step of a wave reads all of the cache. Each size has programs of its own.
+    cache_sizes: tuple[float, ...] = ()
     page: int = 16  # of K/V that a rollout takes at once
     prompt_page: int = 32  # of K/V that a prompt takes at once
     steps: int = 32  # most tokens a rollout samples before the host looks again
@@ -64,8 +66,9 @@ class SamplerConfig:
                                  "each 1 or more, such as ((8, 16), (8, 128))")
         if any(not 0 < rows for rows in self.wave_rows):
             raise ValueError(f"sampler.wave_rows is {self.wave_rows}: give numbers of rows")
-        if any(not 0 <= share <= 1 for share in self.wave_pages):
-            raise ValueError(f"sampler.wave_pages is {self.wave_pages}: give shares from 0 to 1")
+        if any(not 0 < share <= 1 for share in self.cache_sizes):
+            raise ValueError(f"sampler.cache_sizes is {self.cache_sizes}: give shares of the "
+                             "full size, above 0 and at most 1")
         Filter(self.top_k, self.top_p)  # raises on a bad value
 
     @property
@@ -102,13 +105,13 @@ class SamplerConfig:
         """Pages that a prompt of prompt_len takes."""
         return -(-self.prompt_len // self.prompt_page)
 
-    def page_buckets(self, n_own: int) -> tuple[int, ...]:
-        """How many pages a wave may read."""
-        return tuple(sorted({n_own} | {math.ceil(share * n_own) for share in self.wave_pages}))
+    def own_sizes(self, n_own: int) -> tuple[int, ...]:
+        """How many own pages the cache may hold, ascending; of n_own at most."""
+        return tuple(sorted({n_own} | {math.ceil(share * n_own) for share in self.cache_sizes}))
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class PagePlan:
     """Pages of a device or group of them. token_bytes: K/V of one token in all layers."""
 
     shared: int
@@ -116,14 +119,14 @@ class Memory:
     token_bytes: int
 
 
-def plan_memory(config: SamplerConfig, model: ModelConfig) -> Memory:
+def plan_memory(config: SamplerConfig, model: ModelConfig) -> PagePlan:
     """How many pages there are. ValueError, with the figures, where `kv_bytes` cannot hold the
     prompts and one row of max_len, without which a rollout could wait for ever."""
     itemsize = 2 if model.compute_dtype == "bfloat16" else 4
     token = 2 * model.n_layers * model.n_kv_heads * model.head_dim * itemsize
     shared = config.prompts * config.prompt_pages
     if config.kv_bytes is None:
-        return Memory(shared, config.slots * config.row_pages, token)
+        return PagePlan(shared, config.slots * config.row_pages, token)
     prompts = shared * config.prompt_page * token
     row = config.row_pages * config.page * token
     own = (config.kv_bytes - prompts) // (config.page * token)
@@ -133,4 +136,4 @@ def plan_memory(config: SamplerConfig, model: ModelConfig) -> Memory:
             f"{config.prompt_len} tokens take {prompts:,} and a row of {config.max_len} tokens "
             f"{row:,} ({token:,} bytes a token): give at least {prompts + row:,}, or lower "
             "sampler.prompts or max_len")
-    return Memory(shared, min(own, config.slots * config.row_pages), token)
+    return PagePlan(shared, min(own, config.slots * config.row_pages), token)

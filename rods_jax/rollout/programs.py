@@ -1,0 +1,173 @@
+"""The device's half of the slots: the cache, and the compiled programs that work on it.
+
+Each program has a name with its shapes, and the cache is donated to it, so it is there once.
+Own pages begin few and become more as rows take them (`fit`): a step of a wave reads all that
+there are, and memory follows use. On a mesh all arrays have their first axis, and pages
+theirs, split over the devices.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rods_jax.models.decoder import Decoder, unrolled
+from rods_jax.rollout import sampler
+from rods_jax.rollout.sampler import Cache, Chunk, Region, Wave, WaveOutput
+from rods_jax.rollout.shapes import PagePlan, SamplerConfig
+
+AXIS = "data"  # of the mesh: each device along it has slots, pages and rows of its own
+TENSOR = "tensor"  # of the mesh: weights and K/V heads are split over it
+
+
+class Programs:
+    """sizes: how many own pages a device may have, ascending. size: how many it has."""
+
+    def __init__(self, decoder: Decoder, config: SamplerConfig, plan: PagePlan,
+                 stop_ids: Sequence[int], mesh: Mesh | None):
+        if mesh is not None and AXIS not in mesh.shape:
+            raise ValueError(f"the rollouts' mesh has the axes {', '.join(mesh.axis_names)}: "
+                             f"name the one over which rollouts are divided {AXIS!r}")
+        self.sizes = config.own_sizes(plan.own)
+        self.size = self.sizes[0]
+        self.devices, self._mesh = 1 if mesh is None else mesh.shape[AXIS], mesh
+        stacked = () if unrolled(decoder.config) else (None,)  # an axis of layers
+        self._pages = PartitionSpec(*stacked, AXIS)
+        self._heads = (TENSOR,) * _splits_heads(decoder, mesh)
+        region, here = Region(self._pages, self._pages, _HERE), (_HERE,)
+        self._specs = cache = Cache(region, region)
+        self._cache = self._empty(decoder, config, plan)
+        shape_of = "{}x{}".format
+        self._prefill = {
+            self._all(shape): self._program(f"prefill_{shape_of(*shape)}",
+                                            sampler.make_prefill(decoder, config), region, here)
+            for shape in config.prefill}
+        self._extend = {
+            (self._all(shape), size): self._program(f"extend_{shape_of(*shape)}_{size}",
+                                                    sampler.make_extend(decoder, config),
+                                                    cache, here)
+            for shape in config.extend_shapes for size in self.sizes}
+        self._waves = {
+            (rows * self.devices, size): self._program(
+                f"wave_{rows}_{size}", sampler.make_wave(decoder, config, stop_ids), cache,
+                (_HERE, *[PartitionSpec()] * 3, _HERE), samples=True)
+            for rows in config.row_buckets for size in self.sizes}
+        self._resize = {
+            (old, new): self._resizers(old, new)
+            for old, new in [*itertools.pairwise(self.sizes),
+                             *itertools.combinations(self.sizes[::-1], 2)]}
+
+    def __len__(self) -> int:
+        return sum(map(len, (self._prefill, self._extend, self._waves, self._resize)))
+
+    # ------------------------------------------------------------------ runs
+
+    def prefill(self, params, chunk: Chunk) -> None:
+        program = self._prefill[chunk.tokens_RxC.shape]
+        self._cache = self._cache.replace(shared=program(params, self._cache.shared, chunk))
+
+    def extend(self, params, chunk: Chunk) -> None:
+        program = self._extend[chunk.tokens_RxC.shape, self.size]
+        self._cache = program(params, self._cache, chunk)
+
+    def wave(self, params, plan: Wave, *args) -> WaveOutput:
+        """args: see sampler.make_wave."""
+        program = self._waves[plan.token_R.shape[0], self.size]
+        self._cache, out = program(params, self._cache, plan, *args)
+        return out
+
+    def fit(self, pages: int) -> None:
+        """Makes room for so many own pages a device. The cache becomes smaller only where that
+        leaves as many free again, so that it does not soon have to grow."""
+        while self.size < pages:
+            self._become(self.sizes[self.sizes.index(self.size) + 1])
+        fitting = next((size for size in self.sizes if size >= 2 * pages), self.size)
+        if fitting < self.size:
+            self._become(fitting)
+
+    def wait(self) -> None:
+        """Until all that was begun is done."""
+        jax.block_until_ready(self._cache)
+
+    def warm_up_sizes(self) -> None:
+        """Goes from every size to every one that it may ever become."""
+        for old, new in self._resize:
+            self.fit(0)  # from where it grows size by size, past none
+            self.fit(old)
+            self._become(new)
+
+    def _become(self, size: int) -> None:
+        """Array by array, so that only one of them is there twice."""
+        resize, resize_ids = self._resize[self.size, size]
+        own = self._cache.own
+        arrays, tree = jax.tree.flatten((own.k, own.v))
+        ids_NxE, shared = own.ids_NxE, self._cache.shared
+        del own
+        self._cache = None
+        for i in range(len(arrays)):
+            arrays[i] = resize(arrays[i])
+        k, v = jax.tree.unflatten(tree, arrays)
+        self._cache = Cache(shared, Region(k, v, resize_ids(ids_NxE)))
+        self.size = size
+
+    # ------------------------------------------------------------------ made
+
+    def _all(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Of a program's arguments: the rows of all devices."""
+        return shape[0] * self.devices, shape[1]
+
+    def _empty(self, decoder: Decoder, config: SamplerConfig, plan: PagePlan) -> Cache:
+        def make():
+            return sampler.init_cache(decoder, config, plan.shared * self.devices,
+                                      self.size * self.devices)
+        # At once: piece by piece it would take its memory twice.
+        return jax.jit(make, out_shardings=self._placed(self._specs))()
+
+    def _placed(self, specs):
+        """The same for jit, which is told of the axis "tensor" too."""
+        def place(x):
+            if not isinstance(x, Region):
+                return self._at(x)
+            return Region(*[self._at(x.k, *self._heads)] * 2, self._at(x.ids_NxE))
+        return jax.tree.map(place, specs,
+                            is_leaf=lambda x: isinstance(x, (Region, PartitionSpec)))
+
+    def _at(self, spec: PartitionSpec, *heads: str) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh,
+                                                             PartitionSpec(*spec, *heads))
+
+    def _program(self, name: str, function, kept, args, samples: bool = False):
+        """`function(params, kept, *args)`, compiled under this name, `kept` donated, on every
+        device of the mesh with what is there of it. kept, args: how they are split."""
+        out = (kept, _HERE) if samples else kept
+        return self._jitted(name, function, (PartitionSpec(), kept, *args), out, self._placed(out),
+                            donate_argnums=1)
+
+    def _resizers(self, old: int, new: int):
+        """Programs for an array of K or V, and for the ids."""
+        def resize(x):
+            return sampler.resized(x, new)
+        return tuple(
+            self._jitted(f"resize_{old}_{new}", resize, (spec,), spec, self._at(spec, *heads))
+            for spec, heads in ((self._pages, self._heads), (_HERE, ())))
+
+    def _jitted(self, name: str, function, ins, outs, placed, **options):
+        if self._mesh is not None:
+            function = jax.shard_map(function, mesh=self._mesh, axis_names={AXIS},
+                                     check_vma=False, in_specs=ins, out_specs=outs)
+
+        def program(*args):
+            return function(*args)
+        program.__name__ = program.__qualname__ = name
+        return jax.jit(program, out_shardings=placed, **options)
+
+
+_HERE = PartitionSpec(AXIS)  # of arrays with a first axis of rows, devices or pages
+
+
+def _splits_heads(decoder: Decoder, mesh: Mesh | None) -> bool:
+    parts = 1 if mesh is None else mesh.shape.get(TENSOR, 1)
+    return parts > 1 and decoder.config.n_kv_heads % parts == 0

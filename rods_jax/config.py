@@ -318,6 +318,9 @@ def _convert_tuple(kind: Any, value: Any, origin: _Origin, path: str) -> tuple:
     if not isinstance(value, (list, tuple)):
         raise origin.error(path, _shown(value), _kind(kind), f"write ({value!r},)")
     inner = typing.get_args(kind) or (Any, ...)
+    if typing.get_origin(inner[0]) is tuple and value and not any(
+            isinstance(item, (list, tuple)) for item in value):
+        raise origin.error(path, _shown(value), _kind(kind), f"write ({tuple(value)!r},)")
     if len(inner) == 2 and inner[1] is Ellipsis:
         inner = (inner[0],) * len(value)
     if len(inner) != len(value):

@@ -74,7 +74,7 @@ def summary(rows: Rows) -> dict[str, Json]:
     last = rows[-max(5, len(rows) // 10):] if rows else []
     held_in = _points(rows, "held_in_progress")[1]
     return {
-        "steps": int(rows[-1]["step"]) if rows else None,
+        "steps": int(rows[-1]["step"] - rows[0]["step"]) + 1 if rows else None,
         "rollouts": _last(rows, "rollouts"),
         "reward_mean": _mean(last, "reward_mean"),
         "held_in_first": float(held_in[0]) if held_in.size else None,

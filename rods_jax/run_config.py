@@ -244,13 +244,6 @@ class RunConfig:
 
     def check_training(self) -> None:
         """Raises ValueError, one line, for what may be evaluated but not trained."""
-        sharers = min(self.group_size, self.sampler.sharers)
-        playing = min(self.sampler.slots, self.tasks_per_step * self.group_size)
-        if sharers > 1 and self.sampler.prompts * sharers < playing:
-            raise ValueError(
-                f"sampler.prompts is {self.sampler.prompts}: with {sharers} rollouts a prompt that "
-                f"is {self.sampler.prompts * sharers} of {playing} slots, the others would stay "
-                f"empty: set sampler.prompts to {-(-playing // sharers)} or more")
         if self.sampler.keep.on:
             raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
                              "the whole distribution: leave them at 0 and 1, or give them to "

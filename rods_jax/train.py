@@ -68,16 +68,14 @@ def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
         functools.partial(function, **fixed), static_argnames=static)
     pool, band = config.pool, config.boundary
     return types.SimpleNamespace(
-        add=jit(task_pool.add, config=pool),
-        sample=jit(task_pool.sample, "n_tasks", config=pool),
+        add=jit(task_pool.add, config=pool), sample=jit(task_pool.sample, "n_tasks", config=pool),
         update_stats=jit(task_pool.update_stats, config=pool),
         retire=jit(task_pool.retire, config=pool, var_floor=band.var_floor),
         revive=jit(task_pool.revive, config=pool),
         prune=jit(task_pool.prune, config=pool),
         choose=jit(task_pool.choose, config=band, rule=config.seed_rule),
         stats=jit(task_pool.stats, config=band),
-        unseen=jax.jit(task_pool.unseen),
-        group_stats=jax.jit(boundary.group_stats),
+        unseen=jax.jit(task_pool.unseen), group_stats=jax.jit(boundary.group_stats),
         zones=jit(boundary.zones, config=band))
 
 
@@ -308,18 +306,19 @@ class Run:
             **{f"zone_{zone.name.lower()}": average(zones_T == int(zone))
                for zone in boundary.Zone if zone is not boundary.Zone.UNSEEN},
             **{name: mean(name) for name in (
-                "loss", "entropy", "kl", "clip_low_share", "clip_high_share", "logprob_gap",
-                "dead_share", "grad_norm")},
+                "loss", "entropy", "kl", "clip_low_share", "clip_high_share",
+                "importance_cut_share", "dead_share", "grad_norm")},
+            "logprob_gap": float(updates[0].logprob_gap),  # before an update moved the policy
             "pool_active": int(pool.live), "pool_generated": int(pool.live_by_source[1]),
-            "pool_mean_reward": float(pool.mean_reward),
+            "pool_mean_reward": float(pool.mean_reward), "wall_s": wall_s,
             "born": self.synthesizer.funnel.accepted, "waiting": len(self.synthesizer.waiting),
             "admitted": self.counters.admitted, "retired": self.retired(),
             "drawn_generated": sum(p.task.source is Source.GENERATED for p in prompts),
-            "env_errors": self.counters.env_errors, "tool_crashes": self.counters.tool_crashes,
-            "drifts": self.counters.drifts, "workers_replaced": self.host.replaced,
+            "env_errors": self.counters.env_errors, "drifts": self.counters.drifts,
+            "tool_crashes": self.counters.tool_crashes, "workers_replaced": self.host.replaced,
             "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
+            "evicted": rolled.evicted,
             "rollout_s": rolled.total_s, "device_s": rolled.device_s, "idle_s": rolled.idle_s,
-            "evicted": rolled.evicted, "wall_s": wall_s,
         }
 
     def close(self) -> None:
@@ -434,7 +433,8 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
         before = read_json(folder / "before.json", "restore it or start a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
-    print(f"{run.warm_up()} programs of the rollouts compiled", flush=True)
+    print(f"{run.warm_up()} programs of the rollouts compiled, their K/V takes up to "
+          f"{run.engine.slots.most_bytes / 1e6:,.1f} MB", flush=True)
     if before is None:
         print(f"evaluating {len(run.held_in + run.new_structures)} tasks first", flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))

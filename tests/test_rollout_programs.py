@@ -1,5 +1,6 @@
 """The cache grows and shrinks, and keeps what it holds; on one device and on eight."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -21,10 +22,10 @@ CONFIG = SamplerConfig(slots=4, max_len=40, prompt_len=14, max_new=6, sharers=3,
 SIZES = (4, 16, 24, 40)
 
 
-def make_programs(unroll=1, mesh=None):
+def make_programs(unroll=1, mesh=None, config=CONFIG):
     model = ModelConfig(vocab_size=23, d_model=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=6,
                         d_ff=8, scan_unroll=unroll)
-    return Programs(Decoder(model), CONFIG, plan_memory(CONFIG, model), (1,), mesh)
+    return Programs(Decoder(model), config, plan_memory(config, model), (1,), mesh)
 
 
 def fill(programs, seed=0):
@@ -90,6 +91,30 @@ def test_after_the_warm_up_no_size_compiles():
         for need in (0, 40, 9, 24, 1, 16, 17, 2, 40, 12, 0):
             programs.fit(need)
         assert not compiles.since(ready)
+
+
+def test_without_memory_to_grow_an_empty_cache_is_left():
+    programs = make_programs()
+    fill(programs)
+    resize, resize_ids = programs._resize[4, 16]
+    calls = iter([resize, None])  # the second array finds no memory
+
+    def fails(x):
+        return next(calls)(x)
+    programs._resize[4, 16] = fails, resize_ids
+    with pytest.raises(TypeError):
+        programs.fit(16)
+    assert programs.size == 4 and not any(x.any() for x in pages(programs))
+    programs._resize[4, 16] = resize, resize_ids
+    programs.fit(16)
+    assert programs.size == 16 and pages(programs)[0].shape[1] == 16
+
+
+def test_more_than_the_machine_has_is_refused_in_one_line():
+    huge = dataclasses.replace(CONFIG, max_len=10**12, cache_sizes=())
+    with pytest.raises(ValueError, match=r"no memory for [\d,]{15,} bytes .* sampler.kv_bytes") as e:
+        make_programs(config=huge)
+    assert "\n" not in str(e.value)
 
 
 def test_an_array_is_cut_or_filled_up_at_its_pages():

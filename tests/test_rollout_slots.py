@@ -59,9 +59,9 @@ def test_pages_for_tokens():
 
 
 class Paper:
-    """Stands for the slots' Programs, and plays them over ids alone. Everything it is told is checked: that pages
-    which are written belong to nobody else, and that a row reads all its tokens in order, at
-    seats that are its own."""
+    """Stands for the slots' Programs, and plays them over ids alone. Everything it is told is
+    checked: that pages which are written belong to nobody else, and that a row reads all its
+    tokens in order, at seats that are its own."""
 
     def __init__(self, slots, seed):
         self.slots, self.rng = slots, np.random.default_rng(seed)
@@ -453,3 +453,17 @@ def test_little_memory_gives_the_same_and_nothing_is_compiled_after_the_warm_up(
     slots = engine.slots
     assert not slots.rows and slots.free(0) == PLAY.slots
     assert (len(slots._shared[0]), len(slots._own[0])) == (10, 15)
+
+
+def test_weights_bound_to_a_device_compile_nothing_later_either():
+    """They bind the cache, whose programs would be others before and after."""
+    decoder, params = babbler()
+    params = jax.device_put(params, jax.devices()[0])
+    engine = Engine(decoder, dataclasses.replace(PLAY, cache_sizes=(0.2,)), RULES, CHAT, SUITE)
+    with CompileCounter() as compiles:
+        engine.warm_up(params)
+        ready = compiles.counts()
+        for _ in range(2):
+            engine.run(params, PROMPTS[:2], 2, KEY, 0.8)
+        assert not compiles.since(ready)
+

@@ -75,6 +75,8 @@ def check_mesh(precision, sizes, tensor):
     assert not compiles.total and took > 0
     for tree in (got, again):
         equal(jax.tree.map(np.asarray, tree), want)
+    # All of one mesh, also what was right as it lay: programs are made for one.
+    assert all(x.sharding.mesh == own for x in jax.tree.leaves(got))
     q, k = got["layers"]["q"], got["layers"]["k"]
     assert set(q.sharding.device_set) == here
     assert q.addressable_shards[0].data.size * tensor == q.size
@@ -108,6 +110,7 @@ if __name__ == "__main__":
         check_mesh(Precision.INT8, (2, 2, 2), 2)
     else:
         check_mesh(Precision.TRAINED, (1, 8, 1), 1)
+        check_mesh(Precision.TRAINED, (8, 1, 1), 4)
         check_mesh(Precision.BF16, (4, 2, 1), 4)
         check_meshes_without_tensor(check_mesh(Precision.INT8, (1, 8, 1), 2))
     print("published")

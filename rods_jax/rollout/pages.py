@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 class FreePages:
     """Page numbers 0 .. n - 1 of one region of one device. The lowest are taken first, so that
-    what is in use stays together at the front, where waves of small buckets read."""
+    what is in use stays together at the front and the cache small (Programs.fit)."""
 
     def __init__(self, n: int):
         self._free = list(range(n))

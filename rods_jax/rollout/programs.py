@@ -8,6 +8,7 @@ theirs, split over the devices.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -39,7 +40,16 @@ class Programs:
         self._heads = (TENSOR,) * _splits_heads(decoder, mesh)
         region, here = Region(self._pages, self._pages, _HERE), (_HERE,)
         self._specs = cache = Cache(region, region)
-        self._cache = self._empty(decoder, config, plan)
+        self._make = functools.partial(self._empty, decoder, config, plan)
+        try:
+            self._cache = self._make()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"no memory for {config.kv_taken(plan, self.size):,} bytes of K/V "
+                f"({plan.token_bytes:,} a token): lower sampler.slots, max_len or prompts, or "
+                "set sampler.kv_bytes to what may be taken") from None
         shape_of = "{}x{}".format
         self._prefill = {
             self._all(shape): self._program(f"prefill_{shape_of(*shape)}",
@@ -107,10 +117,15 @@ class Programs:
         ids_NxE, shared = own.ids_NxE, self._cache.shared
         del own
         self._cache = None
-        for i in range(len(arrays)):
-            arrays[i] = resize(arrays[i])
-        k, v = jax.tree.unflatten(tree, arrays)
-        self._cache = Cache(shared, Region(k, v, resize_ids(ids_NxE)))
+        try:
+            for i in range(len(arrays)):
+                arrays[i] = resize(arrays[i])
+            k, v = jax.tree.unflatten(tree, arrays)
+            self._cache = Cache(shared, Region(k, v, resize_ids(ids_NxE)))
+        except BaseException:  # no memory, or interrupted: who plays on begins with nothing
+            del arrays, shared
+            self._cache = self._make()
+            raise
         self.size = size
 
     # ------------------------------------------------------------------ made

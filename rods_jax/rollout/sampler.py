@@ -34,7 +34,8 @@ from rods_jax.rollout.shapes import SamplerConfig
 @flax.struct.dataclass
 class Region:
     """Pages of one kind; the arrays may be stacked by layer or a tuple of layers. What is not
-    yet written is zero, and what is no longer needed stays until it is written over."""
+    yet written is zero, and what is no longer needed stays until it is written over or the
+    page is cut off."""
 
     k: chex.Array  # [n_layers, N, n_kv_heads, head_dim, E]
     v: chex.Array  # [n_layers, N, n_kv_heads, E, head_dim]

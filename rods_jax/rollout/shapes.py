@@ -29,7 +29,7 @@ class SamplerConfig:
     prompt_len: int = 96  # longest prompt (system, tools, first user turn)
     max_new: int = 24  # longest assistant message
     sharers: int = 16  # rollouts that share one copy of a prompt's K/V; best the group's size
-    prompts: int = 8  # prompts of prompt_len that are held for sharing
+    prompts: int = 8  # prompts of prompt_len held for sharing; slots beyond their rows stay empty
     prefill: tuple[tuple[int, int], ...] = ((2, 32),)  # (rows, tokens) of prompts run at once
     extend: tuple[tuple[int, int], ...] = ((64, 16),)  # (rows, tokens) of rollouts run at once
     wave_rows: tuple[int, ...] = ()  # rows sampled at once; `slots` is always one
@@ -44,7 +44,9 @@ class SamplerConfig:
     # Layers one by one, from arrays of their own: waves are twice as fast on a CPU and take
     # longer to compile, and a step makes a copy of the weights. Small models do it anyway.
     unrolled: bool = False
-    kv_bytes: int | None = None  # K/V of a copy; None takes what all slots can ever fill
+    # K/V of a copy; None takes what all slots can ever fill. While the cache grows, one of its
+    # arrays is there twice: the keys or values of a layer, or of all where they are stacked.
+    kv_bytes: int | None = None
     top_k: int = 0  # see draw.Filter; not in training
     top_p: float = 1.0
 
@@ -104,6 +106,11 @@ class SamplerConfig:
     def prompt_pages(self) -> int:
         """Pages that a prompt of prompt_len takes."""
         return -(-self.prompt_len // self.prompt_page)
+
+    def kv_taken(self, plan: PagePlan, own: int) -> int:
+        """Bytes of K/V where there are so many own pages."""
+        tokens = plan.shared * self.prompt_page + own * self.page
+        return tokens * plan.token_bytes
 
     def own_sizes(self, n_own: int) -> tuple[int, ...]:
         """How many own pages the cache may hold, ascending; of n_own at most."""

@@ -93,10 +93,17 @@ class Slots:
         self._own = [FreePages(self.plan.own) for _ in range(self.devices)]
         self._free = [list(reversed(range(config.slots))) for _ in range(self.devices)]
 
+    @property
+    def most_bytes(self) -> int:
+        """Of K/V, on each device or group of them that shares a copy."""
+        return self.config.kv_taken(self.plan, self.plan.own)
+
     def warm_up(self, params, key: jax.Array) -> int:
         """Runs every program once on nothing, so that none is compiled later. Returns how many
         there are."""
         programs = self.programs
+        # First of all the cache must lie where the weights do.
+        programs.extend(params, self._chunk(self.config.extend_shapes[0], []))
         for shape in self.config.prefill:
             programs.prefill(params, self._chunk(shape, []))
         programs.warm_up_sizes()

@@ -123,7 +123,10 @@ class Weights:
         stale = {name: x for name, x in flat.items()
                  if _dtype(self.precision, name, x) != x.dtype or name in placed
                  and not x.sharding.is_equivalent_to(placed[name], x.ndim)}
-        return {name: x for name, x in flat.items() if name not in stale}, stale
+        # Told of the rollouts' mesh, where it was the trainer's; that copies nothing.
+        right = {name: jax.device_put(x, placed[name]) if name in placed else x
+                 for name, x in flat.items() if name not in stale}
+        return right, stale
 
     def _compiled(self, stale: Flat) -> Callable[[Flat], Flat]:
         convert = partial(_convert, self.precision, {

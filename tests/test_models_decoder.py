@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from memory_cases import empty_pages, page_a_row, remember, written_to
 
+from rods_jax.models import decoder as decoder_module
 from rods_jax.models.attention import attend, causal_mask, segment_mask
 from rods_jax.models.config import ModelConfig, Remat, llama3_rope_divisors
 from rods_jax.models.decoder import (
@@ -151,6 +152,30 @@ def test_a_chunk_is_written_into_its_rows():
     np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
     np.testing.assert_allclose(k.swapaxes(-1, -2), want_k, atol=2e-5)
     np.testing.assert_allclose(v, want_v, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, decoder_module._FEW, decoder_module._FEW + 1])
+@pytest.mark.parametrize("n_in", [1, 2])
+def test_turned_weights_give_the_same_product(rows, n_in):
+    """From the left for a few rows, from the right for many: values and gradients."""
+    rng = np.random.default_rng(rows)
+    x = rng.normal(size=(rows, 1, *(6, 5)[:n_in])).astype(np.float32)
+    kernel = rng.normal(size=(*(6, 5)[:n_in], 3, 4)).astype(np.float32)
+    turned = np.moveaxis(kernel, range(n_in), range(-n_in, 0))
+
+    def plain(x, kernel):
+        return jnp.tensordot(x, kernel, n_in)
+
+    def ours(x, turned):
+        return decoder_module._project_turned(x, turned, n_in)
+    want, got = plain(x, kernel), jax.jit(ours)(x, turned)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    weights = rng.normal(size=want.shape).astype(np.float32)
+    want_x, want_k = jax.grad(lambda *a: (weights * plain(*a)).sum(), (0, 1))(x, kernel)
+    got_x, got_k = jax.jit(jax.grad(lambda *a: (weights * ours(*a)).sum(), (0, 1)))(x, turned)
+    np.testing.assert_allclose(got_x, want_x, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.moveaxis(got_k, range(-n_in, 0), range(n_in)), want_k,
+                               rtol=1e-5, atol=1e-5)
 
 
 def test_unstacked_layers_are_those_of_the_stack():

@@ -10,6 +10,7 @@ import models_reference as reference
 import numpy as np
 import pytest
 
+from rods_jax.models import memory
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.memory import (
     Rows, Seats, Tables, attend, each, store, store_by_page, store_by_token)
@@ -204,6 +205,20 @@ def test_any_mixture_is_one_softmax(seed, kv, decode):
         groups = tuple(rng.choice([0, 1, 2, None], B))
         cases.append(seats(rng, kv, groups, lengths()[:3], 4, n_seats=B))
     check(q, own, cases)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_rows_in_turn_give_what_they_give_together(monkeypatch, at_once):
+    """As on a CPU whose cache does not hold the scores of all rows."""
+    rng = np.random.default_rng(7)
+    q, own = chunk_of(rng, 2, 3)
+    cases = [tables(rng, 2, (0, 1, 2 * E, 6 * E), 6, 2), tables(rng, 2, (E, 0, 3, 5 * E), 6, 3)]
+    most_keys = max(3, 3 * E)
+    monkeypatch.setattr(memory, "_CACHED", at_once * H * 3 * most_keys)
+    attended = jax.jit(lambda q, own, memories: attend(q, own, causal_mask(3), memories)[0])
+    args = q, own, [case.memory for case in cases]
+    np.testing.assert_allclose(attended(*args), wanted(q, own, cases, False), atol=5e-6)
+    assert (f"length={B // at_once}" in str(attended.trace(*args).jaxpr)) == (at_once < B)
 
 
 def test_bfloat16_comes_near():

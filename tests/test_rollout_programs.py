@@ -58,6 +58,9 @@ def test_the_size_follows_the_pages_and_does_not_swing():
         assert pages(programs)[0].shape[1] == size, sizes
     with pytest.raises(IndexError):
         programs.fit(41)
+    for need, size in ((30, 40), (20, 24), (24, 24), (5, 16), (1, 4)):  # with nothing to keep
+        programs.fit(need, kept=False)
+        assert programs.size == size
 
 
 def check_contents(programs):

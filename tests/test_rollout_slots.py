@@ -74,10 +74,11 @@ class Paper:
     def size(self):
         return len(self.own)
 
-    def fit(self, pages):
+    def fit(self, pages, kept):
         """Not one page more than is asked for, and what is beyond is lost."""
+        self.own = self.own[:pages if kept else 0]
         empty = np.full((max(0, pages - self.size), self.own.shape[1]), -1)
-        self.own = np.concatenate([self.own[:pages], empty])
+        self.own = np.concatenate([self.own, empty])
 
     @staticmethod
     def _places(pages, table, r, first, n):

@@ -89,9 +89,12 @@ class Programs:
         self._cache, out = program(params, self._cache, plan, *args)
         return out
 
-    def fit(self, pages: int) -> None:
+    def fit(self, pages: int, kept: bool = True) -> None:
         """Makes room for so many own pages a device. The cache becomes smaller only where that
-        leaves as many free again, so that it does not soon have to grow."""
+        leaves as many free again, so that it does not soon have to grow. kept: whether any page
+        holds something; if none does, there is nothing to copy and the cache begins small."""
+        if not kept and next(size for size in self.sizes if size >= pages) < self.size:
+            self._become(self.sizes[0])
         while self.size < pages:
             self._become(self.sizes[self.sizes.index(self.size) + 1])
         fitting = next((size for size in self.sizes if size >= 2 * pages), self.size)

@@ -141,7 +141,7 @@ def _run(decoder: Decoder, params, chunk: Chunk, memories):
 
 def _collected(region: Region, table: Table, config: SamplerConfig) -> Memory:
     width, page = table.page_RxW.shape[1], region.ids_NxE.shape[1]
-    block = max(1, min(width, config.read // page))
+    block = min(width, -(-config.read // page))
     pages = jnp.pad(table.page_RxW, ((0, 0), (0, -width % block)))
     return Memory(region.k, region.v, Tables(pages, table.length_R, block))
 

@@ -194,7 +194,8 @@ class Slots:
             tokens = len(row.ids) - 1 - row.shared + min(budget, self.config.wave)
             if self._make_room(row, tokens):
                 ready.append(row)
-        self.programs.fit(1 + max((max(row.pages) for row in self.rows if row.pages), default=-1))
+        self.programs.fit(1 + max((max(row.pages) for row in self.rows if row.pages), default=-1),
+                          kept=any(row.done for row in self.rows))
         prompts = {id(row.prompt): row.prompt for row in ready if row.prompt is not None}
         self._run(params, self.programs.prefill, self.config.prefill, prompts.values(),
                   self._prompt_part)

@@ -100,12 +100,12 @@ def test_without_memory_to_grow_an_empty_cache_is_left():
     programs = make_programs()
     fill(programs)
     resize, resize_ids = programs._resize[4, 16]
-    calls = iter([resize, None])  # the second array finds no memory
 
-    def fails(x):
-        return next(calls)(x)
-    programs._resize[4, 16] = fails, resize_ids
-    with pytest.raises(TypeError):
+    def full(x):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1600 bytes.")
+    calls = iter([resize, full])
+    programs._resize[4, 16] = lambda x: next(calls)(x), resize_ids
+    with pytest.raises(ValueError, match="no memory for [0-9,]+ bytes .* sampler.kv_bytes"):
         programs.fit(16)
     assert programs.size == 4 and not any(x.any() for x in pages(programs))
     programs._resize[4, 16] = resize, resize_ids

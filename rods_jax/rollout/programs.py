@@ -41,15 +41,11 @@ class Programs:
         region, here = Region(self._pages, self._pages, _HERE), (_HERE,)
         self._specs = cache = Cache(region, region)
         self._make = functools.partial(self._empty, decoder, config, plan)
+        self._taken = functools.partial(config.kv_taken, plan)
         try:
             self._cache = self._make()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise ValueError(
-                f"no memory for {config.kv_taken(plan, self.size):,} bytes of K/V "
-                f"({plan.token_bytes:,} a token): lower sampler.slots, max_len or prompts, or "
-                "set sampler.kv_bytes to what may be taken") from None
+            raise self._told(error, self.size) from None
         shape_of = "{}x{}".format
         self._prefill = {
             self._all(shape): self._program(f"prefill_{shape_of(*shape)}",
@@ -125,11 +121,18 @@ class Programs:
                 arrays[i] = resize(arrays[i])
             k, v = jax.tree.unflatten(tree, arrays)
             self._cache = Cache(shared, Region(k, v, resize_ids(ids_NxE)))
-        except BaseException:  # no memory, or interrupted: who plays on begins with nothing
+        except BaseException as error:  # no memory, or interrupted: nothing is left to go on with
             del arrays, shared
             self._cache = self._make()
-            raise
+            raise self._told(error, size) from None
         self.size = size
+
+    def _told(self, error: BaseException, size: int) -> BaseException:
+        """The error, in one line where it says that memory is out."""
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            return error
+        return ValueError(f"no memory for {self._taken(size):,} bytes of K/V: lower sampler.slots, "
+                          "max_len or prompts, or set sampler.kv_bytes to what may be taken")
 
     # ------------------------------------------------------------------ made
 

@@ -355,7 +355,7 @@ def test_tokens_do_not_depend_on_devices():
 
 # Sizes of the mesh, and slots a device: more than there are rollouts, and so few that they are
 # filled again and again.
-MESHES = {"rows": ((8, 1, 1), 16), "rows-and-weights": ((2, 2, 2), 2)}
+MESHES = {"rows": ((8, 1, 1), 16), "rows-and-weights": ((4, 1, 2), 2)}
 
 
 def play_on_eight_devices():

@@ -133,7 +133,20 @@ def test_on_eight_devices_each_keeps_its_own():
     assert run_on_eight_devices(__file__).stdout.split() == ["8", "4", "4"]
 
 
+def check_other_meshes():
+    for sizes in ((2, 2, 2), (1, 8, 1)):
+        try:
+            make_programs(mesh=make_mesh(*sizes))
+        except ValueError as error:
+            assert "'fsdp'" in str(error) and "local_mesh" in str(error)
+        else:
+            raise AssertionError(f"a mesh of {sizes} was taken")
+    with pytest.raises(ValueError, match="'any': 8.*local_mesh"):
+        make_programs(mesh=jax.sharding.Mesh(np.array(jax.devices()), ("any",)))
+
+
 if __name__ == "__main__":
+    check_other_meshes()
     for data, tensor, unroll in ((8, 1, 1), (4, 2, 1), (4, 2, 2)):
         programs = make_programs(unroll, make_mesh(data, 1, tensor))
         values = jax.tree.leaves(programs._cache.own.v)[0]

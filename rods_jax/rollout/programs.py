@@ -29,9 +29,10 @@ class Programs:
 
     def __init__(self, decoder: Decoder, config: SamplerConfig, plan: PagePlan,
                  stop_ids: Sequence[int], mesh: Mesh | None):
-        if mesh is not None and AXIS not in mesh.shape:
-            raise ValueError(f"the rollouts' mesh has the axes {', '.join(mesh.axis_names)}: "
-                             f"name the one over which rollouts are divided {AXIS!r}")
+        if mesh is not None and not {AXIS} <= _axes(mesh) <= {AXIS, TENSOR}:
+            raise ValueError(f"the rollouts' mesh has the axes {dict(mesh.shape)}: rollouts are "
+                             f"divided over {AXIS!r}, weights over {TENSOR!r} and nothing else; "
+                             "make it with rollout.weights.local_mesh")
         self.sizes = config.own_sizes(plan.own)
         self.size = self.sizes[0]
         self.devices, self._mesh = 1 if mesh is None else mesh.shape[AXIS], mesh
@@ -187,6 +188,11 @@ class Programs:
 
 
 _HERE = PartitionSpec(AXIS)  # of arrays with a first axis of rows, devices or pages
+
+
+def _axes(mesh: Mesh) -> set[str]:
+    """Those that divide anything, and AXIS. Compilers have crashed on more than two of them."""
+    return {axis for axis, n in mesh.shape.items() if n > 1 or axis == AXIS}
 
 
 def _splits_heads(decoder: Decoder, mesh: Mesh | None) -> bool:

@@ -84,7 +84,7 @@ class Weights:
 
     One jitted program rounds and moves, each device its part of a weight first, so that what
     travels is already small. Weights that are right as they are pass through it untouched and
-    uncopied: they are the trainer's own arrays, and are gone once it donates them.
+    uncopied: they are the trainer's own memory, and are gone once it donates them.
     """
 
     def __init__(self, precision: Precision, mesh: Mesh | None = None):

@@ -125,8 +125,8 @@ class Layer(nn.Module):
         self.mlp_norm = self.param("mlp_norm", ones, (c.d_model,))
         # What is added to the residual stream keeps its variance flat in depth.
         scales = dict.fromkeys(("o", "down"), 1.0 / (2 * c.n_layers))
-        weights = {}
-        for name, (inputs, outputs) in lora.weight_shapes(c).items():
+        weights, shapes = {}, lora.weight_shapes(c)
+        for name, (inputs, outputs) in shapes.items():
             shape = (*outputs, *inputs) if self.turned else (*inputs, *outputs)
             init = _fan_in(*range(len(inputs)), scale=scales.get(name, 1.0))
             weights[name] = self.param(name, init, shape)
@@ -140,7 +140,7 @@ class Layer(nn.Module):
             self.k_norm = self.param("k_norm", ones, (hd,))
         self.adapters = {name: self.param(name, lora.initializer(name), shape)
                          for name, shape in lora.shapes(c).items()}
-        self.scales = {name: self.param(name + int8.SCALE, ones, lora.weight_shapes(c)[name][1])
+        self.scales = {name: self.param(name + int8.SCALE, ones, shapes[name][1])
                        for name in int8.NAMES if c.int8_weights}
 
     def _weighted(self, name: str, x, n_in: int):

@@ -207,13 +207,14 @@ class Slots:
         younger rows give theirs back, the youngest first."""
         free = self._own[row.device]
         more = max(0, pages_for(tokens, self.config.page) - len(row.pages))
-        younger = [other for other in self.rows if other.device == row.device
-                   and other.pages and other.born > row.born]
-        if more > len(free) + sum(len(other.pages) for other in younger):
-            return False
-        while len(free) < more:
-            self._unload(younger.pop())
-            self.evicted += 1
+        if more > len(free):
+            younger = [other for other in self.rows if other.device == row.device
+                       and other.pages and other.born > row.born]
+            if more > len(free) + sum(len(other.pages) for other in younger):
+                return False
+            while len(free) < more:
+                self._unload(younger.pop())
+                self.evicted += 1
         row.pages += free.take(more)
         return True
 

@@ -9,9 +9,11 @@ import enum
 
 from rods_jax.boundary import BoundaryConfig, SeedRule
 from rods_jax.curriculum import CurriculumConfig
+from rods_jax.grpo.batch import BatchShape
 from rods_jax.grpo.optimizer import OptimizerConfig
 from rods_jax.grpo.update import UpdateConfig
 from rods_jax.models.config import Attention, LoraConfig, ModelConfig, Remat
+from rods_jax.models.sharding import MeshConfig
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.weights import Precision
@@ -188,7 +190,8 @@ class RunConfig:
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
     paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end.
-    rollout_weights: what training and evaluation roll out with, see rollout/weights.py."""
+    rollout_weights: what training and evaluation roll out with, see rollout/weights.py.
+    mesh: the trainer's devices."""
 
     seed: int
     steps: int
@@ -197,6 +200,7 @@ class RunConfig:
     minibatches: int = 1
     rows: int = 16
     platform: Platform = Platform.CPU
+    mesh: MeshConfig = MeshConfig()
     tasks: TasksConfig = TasksConfig()
     policy: PolicyConfig = PolicyConfig()
     warm_start: WarmStartConfig | None = None
@@ -248,3 +252,11 @@ class RunConfig:
             raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
                              "the whole distribution: leave them at 0 and 1, or give them to "
                              "experiments.evaluate alone")
+
+
+def batch_shape(config: RunConfig, rows_each: int = 1) -> BatchShape:
+    """Of the batch of one update. rows_each: most rows of ids that a rollout has."""
+    tasks = config.tasks_per_step // config.minibatches
+    return BatchShape(
+        micro=-(-tasks * config.group_size * rows_each // config.rows), rows=config.rows,
+        length=config.sampler.max_len, tasks=tasks, group=config.group_size)

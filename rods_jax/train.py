@@ -25,13 +25,13 @@ import numpy as np
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
-from rods_jax.grpo.batch import BatchShape, pack
+from rods_jax.grpo.batch import pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, check_model, model_files, model_shape, split, trained
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.rollout.weights import make_weights
-from rods_jax.run_config import RunConfig
+from rods_jax.run_config import RunConfig, batch_shape
 from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.task_pool import Origin
 from rods_jax.task_table import TaskTable
@@ -121,13 +121,10 @@ class Run:
         frozen, own = trained(self.parts.decoder, params)
         self.train = init_state(own, optimizer, config.update.loss.kl_coef > 0, frozen)
         self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
-        per_update = config.tasks_per_step // config.minibatches
         # Where the chat format rewrites earlier turns, each turn is a row of its own.
         # A variant may have a turn more than its seed.
         rows_each = max(len(t.turns) for t in self.seeds) + 1 if self.parts.chat.rewrites else 1
-        self.shape = BatchShape(
-            micro=-(-per_update * config.group_size * rows_each // config.rows), rows=config.rows,
-            length=config.sampler.max_len, tasks=per_update, group=config.group_size)
+        self.shape = batch_shape(config, rows_each)
 
         self.programs = _pool_programs(config)
         self.pool = task_pool.init(config.pool, config.sampler.prompt_len)

@@ -356,17 +356,18 @@ def test_missing_adapters_are_named():
 
 
 def test_adapters_lie_as_their_weights_do():
-    mesh = AbstractMesh((1, 2, 2), ("data", "fsdp", "tensor"))
+    mesh = AbstractMesh((1, 2, 1, 2), ("data", "fsdp", "context", "tensor"))
+    width = ("fsdp", "context")
     got = {n: s.spec for n, s in param_shardings(shapes(TOY), mesh)["layers"].items()}
     P = PartitionSpec
-    assert got["q_lora_a"] == P(None, "fsdp", None)
+    assert got["q_lora_a"] == P(None, width, None)
     assert got["q_lora_b"] == got["k_lora_b"] == P(None, None, "tensor", None)
     assert got["o_lora_a"] == P(None, "tensor", None, None)
-    assert got["o_lora_b"] == P(None, None, "fsdp")
-    assert got["up_lora_a"] == P(None, "fsdp", None)
+    assert got["o_lora_b"] == P(None, None, width)
+    assert got["up_lora_a"] == P(None, width, None)
     assert got["up_lora_b"] == P(None, None, "tensor")
     assert got["down_lora_a"] == P(None, "tensor", None)
-    assert got["down_lora_b"] == P(None, None, "fsdp")
+    assert got["down_lora_b"] == P(None, None, width)
     with pytest.raises(ValueError, match="down_lora_a: axis lora of size 3 does not divide"):
         param_shardings(shapes(TOY), mesh, ShardingRules(lora="tensor"))
 

@@ -10,8 +10,8 @@ from eight_devices import run_on_eight_devices
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.models.sharding import (ShardingRules, batch_sharding, make_mesh, param_shardings,
-                                      replicated)
+from rods_jax.models.sharding import (MeshConfig, ShardingRules, batch_sharding, make_mesh,
+                                      param_shardings, replicated)
 
 TOY = ModelConfig(vocab_size=48, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8,
                   d_ff=64, qkv_bias=True, qk_norm=True, tie_embeddings=False)
@@ -22,8 +22,8 @@ def abstract_params(config=TOY):
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
 
 
-def mesh(data, fsdp, tensor):
-    return AbstractMesh((data, fsdp, tensor), ("data", "fsdp", "tensor"))
+def mesh(data, fsdp, tensor, context=1):
+    return AbstractMesh((data, fsdp, context, tensor), ("data", "fsdp", "context", "tensor"))
 
 
 def test_every_parameter_has_the_axes_of_its_kind():
@@ -31,15 +31,16 @@ def test_every_parameter_has_the_axes_of_its_kind():
     spec = {jax.tree_util.keystr(p, simple=True, separator="/"): s.spec
             for p, s in jax.tree_util.tree_leaves_with_path(got)}
     P = PartitionSpec
-    assert spec["embed"] == P("tensor", "fsdp")
-    assert spec["head"] == P("fsdp", "tensor")
+    width = ("fsdp", "context")
+    assert spec["embed"] == P("tensor", width)
+    assert spec["head"] == P(width, "tensor")
     assert spec["final_norm"] == P(None)
-    assert spec["layers/q"] == spec["layers/v"] == P(None, "fsdp", "tensor", None)
-    assert spec["layers/o"] == P(None, "tensor", None, "fsdp")
+    assert spec["layers/q"] == spec["layers/v"] == P(None, width, "tensor", None)
+    assert spec["layers/o"] == P(None, "tensor", None, width)
     assert spec["layers/k_bias"] == P(None, "tensor", None)
     assert spec["layers/q_norm"] == spec["layers/mlp_norm"] == P(None, None)
-    assert spec["layers/up"] == P(None, "fsdp", "tensor")
-    assert spec["layers/down"] == P(None, "tensor", "fsdp")
+    assert spec["layers/up"] == P(None, width, "tensor")
+    assert spec["layers/down"] == P(None, "tensor", width)
     assert len(spec) == len(jax.tree.leaves(abstract_params()))
 
 
@@ -63,8 +64,9 @@ def test_uneven_axes_are_an_error_unless_allowed():
         param_shardings(abstract_params(), mesh(1, 1, 4))
     assert "\n" not in str(error.value)
     got = param_shardings(abstract_params(), mesh(1, 1, 4), ShardingRules(replicate_uneven=True))
-    assert got["layers"]["k"].spec == PartitionSpec(None, "fsdp", None, None)
-    assert got["layers"]["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    width = ("fsdp", "context")
+    assert got["layers"]["k"].spec == PartitionSpec(None, width, None, None)
+    assert got["layers"]["q"].spec == PartitionSpec(None, width, "tensor", None)
 
 
 @pytest.mark.parametrize("rules, words", [
@@ -85,7 +87,22 @@ def test_a_mesh_needs_as_many_devices_as_its_axes_say():
     with pytest.raises(ValueError, match="needs 6 devices, there are 1"):
         make_mesh(1, 2, 3, jax.devices()[:1])
     assert dict(make_mesh(1, 1, 1, jax.devices()[:1]).shape) == {
-        "data": 1, "fsdp": 1, "tensor": 1}
+        "data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+
+
+def test_weights_are_split_over_devices_that_share_a_sequence():
+    on = mesh(1, 2, 2, context=2)
+    q = param_shardings(abstract_params(), on)["layers"]["q"]
+    assert q.shard_shape((2, 32, 4, 8)) == (2, 32 // (2 * 2), 4 // 2, 8)
+    assert batch_sharding(on).shard_shape((8, 6)) == (4, 6)
+    suffixes = batch_sharding(on, rules=ShardingRules(batch=ShardingRules().rows))
+    assert suffixes.shard_shape((8, 6)) == (2, 6)
+
+
+def test_a_mesh_config_says_how_many_devices_it_is_for():
+    assert MeshConfig(data=2, fsdp=3, tensor=4).size == 24
+    with pytest.raises(ValueError, match="mesh context is 0: give 1 or more devices"):
+        MeshConfig(context=0)
 
 
 def test_eight_devices_compute_what_one_does():

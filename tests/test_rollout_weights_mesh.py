@@ -33,7 +33,7 @@ def test_a_mesh_must_be_the_trainers():
     with pytest.raises(ValueError, match="tensor=2 devices next to each other .* two hosts"):
         local_mesh(Pod(), 2)
     pods_own = local_mesh(Pod(), 1)
-    assert pods_own.shape == {"data": 3, "fsdp": 1, "tensor": 1}
+    assert pods_own.shape == {"data": 3, "fsdp": 1, "context": 1, "tensor": 1}
 
 
 def test_eight_devices_publish_what_one_does():

@@ -1,8 +1,9 @@
-"""Where parameters and batches live on a mesh with axes data, fsdp and tensor.
+"""Where parameters and batches live on a mesh with axes data, fsdp, context and tensor.
 
 One dataclass maps the decoder's logical axes to mesh axes. Everything else follows from the
 names of the parameters: FSDP splits the model width and gathers a layer's weights when it is
-used; tensor parallelism splits heads, the MLP's inner width and the vocabulary.
+used; tensor parallelism splits heads, the MLP's inner width and the vocabulary. Devices along
+`context` share the tokens of one sequence; weights are split over them as over fsdp.
 """
 
 from __future__ import annotations
@@ -18,9 +19,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from rods_jax.models import int8, lora
 from rods_jax.models.config import PROJECTIONS
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 MeshAxes = str | tuple[str, ...] | None  # None: replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each axis of the trainer's mesh; their product is how many there are."""
+
+    data: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        for axis in MESH_AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"mesh {axis} is {getattr(self, axis)}: give 1 or more devices")
+
+    @property
+    def size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in MESH_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +49,10 @@ class ShardingRules:
     not divide (2 K/V heads over tensor=4) be replicated; otherwise that is an error."""
 
     batch: MeshAxes = ("data", "fsdp")
+    rows: MeshAxes = ("data", "fsdp", "context")  # what follows a prompt that rows share
     layers: MeshAxes = None
     vocab: MeshAxes = "tensor"
-    embed: MeshAxes = "fsdp"  # the model width, in weights
+    embed: MeshAxes = ("fsdp", "context")  # the model width, in weights
     norm: MeshAxes = None  # the model width, in norm scales
     heads: MeshAxes = "tensor"
     kv_heads: MeshAxes = "tensor"
@@ -78,16 +99,18 @@ LOGICAL_AXES: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence | None = None) -> Mesh:
-    """A mesh over all of `devices` (default: every device). ValueError if the three sizes do
-    not multiply to their number."""
+def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence | None = None,
+              context: int = 1) -> Mesh:
+    """A mesh over all of `devices` (default: every device). ValueError if the sizes do not
+    multiply to their number."""
     devices = jax.devices() if devices is None else list(devices)
-    sizes = (data, fsdp, tensor)
+    sizes = (data, fsdp, context, tensor)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
-        raise ValueError(f"mesh data={data} fsdp={fsdp} tensor={tensor} needs "
+        raise ValueError(f"mesh data={data} fsdp={fsdp} context={context} tensor={tensor} needs "
                          f"{math.prod(sizes)} devices, there are {len(devices)}: "
                          "choose sizes whose product is that number")
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes),
+                         devices=devices)
 
 
 def param_shardings(params, mesh: Mesh, rules: ShardingRules = ShardingRules()):

@@ -176,7 +176,7 @@ def _groups(mesh: Mesh, tensor: int) -> np.ndarray:
 
 
 def _mesh(groups: np.ndarray) -> Mesh:
-    return Mesh(groups[:, None, :], MESH_AXES)
+    return Mesh(groups[:, None, None, :], MESH_AXES)
 
 
 def _everywhere(trained: Sharding, mesh: Mesh) -> Mesh:

@@ -123,7 +123,7 @@ def test_what_follows_the_last_sampled_token_is_cut():
 
 def test_errors_name_figures_and_remedy():
     groups, rewards = small_batch()
-    with pytest.raises(ValueError, match=r"trajectories of \d+ tokens do not fit 1 x 1 rows of 16"):
+    with pytest.raises(ValueError, match="trajectories do not fit 1 micro-batches of 1 rows of 16 tokens"):
         pack(groups, rewards, BatchShape(1, 1, 16, 3, 4), False)
     long = trajectory(np.ones(20), [0] + [1] * 19, uid="big")
     with pytest.raises(ValueError, match="trajectory 0 of big has 20 tokens, a row holds 16"):

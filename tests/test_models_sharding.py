@@ -95,7 +95,7 @@ def test_weights_are_split_over_devices_that_share_a_sequence():
     q = param_shardings(abstract_params(), on)["layers"]["q"]
     assert q.shard_shape((2, 32, 4, 8)) == (2, 32 // (2 * 2), 4 // 2, 8)
     assert batch_sharding(on).shard_shape((8, 6)) == (4, 6)
-    suffixes = batch_sharding(on, rules=ShardingRules(batch=ShardingRules().rows))
+    suffixes = batch_sharding(on, over=ShardingRules().rows)
     assert suffixes.shard_shape((8, 6)) == (2, 6)
 
 

@@ -1,16 +1,19 @@
 """Whole trajectories packed into rows of fixed length, ready for one update.
 
-Packing runs on the host in numpy. A trajectory's ids (each of its rows, where it has several)
-lie whole in one row of the batch, several share a row, each with its own segment number and
-its own positions from 0. Who wrote a token
-decides whether it carries loss, never its id, so an end token equal to the padding id is
-still an end token.
+Packing runs on the host in numpy. What all rows of ids of a group begin with, its prompt, lies
+in the batch once, less its last token; each row of ids goes on from there as a segment of a row
+of the batch. A segment lies whole in one row, behind segments of its own group alone, with its
+own number; positions go on from the prompt. Who wrote a token decides whether it carries loss,
+never its id, so an end token equal to the padding id is still an end token.
+
+A batch without prompts (BatchShape.prompts = 0) has trajectories whole in its rows, of any
+groups side by side.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -21,40 +24,125 @@ from rods_jax.types import Author, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """M micro-batches of R rows of length L, for T tasks of G rollouts."""
+    """M micro-batches of R rows of length L, for T tasks of G rollouts.
+
+    prompts: K, how many prompts are computed at a time, of up to `prompt` tokens each; every
+        micro-batch reads those of one such set. 0: nothing is shared.
+    parts: of a mesh that split K and R; a row's prompt lies in the row's part.
+    alone: one segment a row, which the kernels of TPUs need behind a shared prompt.
+    lengths: shorter lengths that a micro-batch may have, each compiled for itself: rows are
+        sorted, so that short ones need not be computed at length L.
+    """
 
     micro: int
     rows: int
     length: int
     tasks: int
     group: int
+    prompts: int = 0
+    prompt: int = 0
+    parts: int = 1
+    alone: bool = False
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if getattr(self, field.name) < 1:
-                raise ValueError(
-                    f"batch {field.name} is {getattr(self, field.name)}: give 1 or more")
+        for name in ("micro", "rows", "length", "tasks", "group", "parts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"batch {name} is {getattr(self, name)}: give 1 or more")
+        if (self.prompts > 0) != (self.prompt > 0) or self.prompts < 0:
+            raise ValueError(f"batch prompts is {self.prompts} of {self.prompt} tokens: give both "
+                             "1 or more, or both 0 to share nothing")
+        for name in ("rows", "prompts"):
+            if getattr(self, name) % self.parts:
+                raise ValueError(f"{getattr(self, name)} {name} a micro-batch do not divide over "
+                                 f"{self.parts} parts: make {name} a multiple of {self.parts}")
+        if any(not 0 < n < self.length for n in self.lengths):
+            raise ValueError(f"batch lengths are {self.lengths}: give lengths of 1 to below "
+                             f"{self.length}")
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The lengths a micro-batch may have, ascending."""
+        return (*sorted(set(self.lengths)), self.length)
+
+    @property
+    def sets(self) -> int:
+        """U, how often prompts are computed at most."""
+        return -(-self.tasks // self.prompts) if self.prompts else 0
 
 
 @flax.struct.dataclass
 class PackedBatch:
     """tokens, positions, segments, traj: int32 [M, R, L]; segments count from 1 in each row
     and are 0 where padded; traj is the flat index t * G + g, 0 where padded.
-    sampled_MxRxL: bool, tokens the policy wrote. logprobs_MxRxL: float32, the sampler's.
+    author_MxRxL: int8, see types.Author; PROMPT where padded.
+    logprobs_MxRxL: float32, the sampler's, 0 for tokens it did not sample.
     rewards_TxG: float32. valid_TxG: bool, False for samples dropped or absent.
     truncated_TxG: bool, the rollout hit a limit of tokens or steps.
-    n_micro: int32 scalar, micro-batches that hold anything; they come first."""
+    n_micro: int32 scalar, micro-batches that hold anything; they come first.
+    bucket_M: int32, which of BatchShape.buckets the micro-batch has.
+
+    prompts_UxKxP: int32, the shared prompts, U sets of K. prompt_length_UxK: int32.
+    prompt_MxR: int32, the row's prompt: its number within the row's part of the set, K / parts
+    of them. end_U: int32; micro-batches end_U[u - 1] .. end_U[u] - 1 read set u.
+    n_sets: int32 scalar, sets that are read."""
 
     tokens_MxRxL: jax.Array | np.ndarray
     positions_MxRxL: jax.Array | np.ndarray
     segments_MxRxL: jax.Array | np.ndarray
     traj_MxRxL: jax.Array | np.ndarray
-    sampled_MxRxL: jax.Array | np.ndarray
+    author_MxRxL: jax.Array | np.ndarray
     logprobs_MxRxL: jax.Array | np.ndarray
     rewards_TxG: jax.Array | np.ndarray
     valid_TxG: jax.Array | np.ndarray
     truncated_TxG: jax.Array | np.ndarray
     n_micro: jax.Array | np.ndarray
+    bucket_M: jax.Array | np.ndarray
+    prompts_UxKxP: jax.Array | np.ndarray
+    prompt_length_UxK: jax.Array | np.ndarray
+    prompt_MxR: jax.Array | np.ndarray
+    end_U: jax.Array | np.ndarray
+    n_sets: jax.Array | np.ndarray
+
+    @property
+    def sampled_MxRxL(self):
+        """bool, tokens the policy wrote."""
+        return self.author_MxRxL == Author.SAMPLED
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """A row of ids: tokens begin .. begin + length - 1 of a trajectory, up to the last sampled
+    one; flat: the trajectory's index. first: where the first sampled token is in it."""
+
+    trajectory: Trajectory
+    flat: int
+    begin: int
+    length: int
+    first: int
+
+    def ids(self) -> np.ndarray:
+        return self.trajectory.tokens_L[self.begin:self.begin + self.length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+    """What of a span is written into a row: its tokens from number `skip` on."""
+
+    span: _Span
+    skip: int
+
+    @property
+    def length(self) -> int:
+        return self.span.length - self.skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prompt:
+    """A group's shared ids and its rows, lists of segments, the longest row first."""
+
+    ids: np.ndarray
+    rows: list[list[_Segment]]
 
 
 def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
@@ -76,39 +164,19 @@ def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
     rewards_TxG = np.asarray(rewards_TxG, np.float32)
     valid_TxG, truncated_TxG = _flags(groups, rewards_TxG, shape)
     live_T = _live(rewards_TxG, valid_TxG, var_floor)
-    items = []  # (flat index, trajectory, begin, length up to the last sampled token)
-    for t, group in enumerate(groups):
-        if drop_dead and not live_T[t]:
-            continue
-        for g, trajectory in enumerate(group):
-            if valid_TxG[t, g]:
-                items += [(t * shape.group + g, trajectory, begin, length)
-                          for begin, length in _loss_spans(trajectory, shape.length)]
-
-    rows = _best_fit([length for *_, length in items], shape)
-    ints = {name: np.zeros((shape.micro * shape.rows, shape.length), np.int32)
-            for name in ("tokens", "positions", "segments", "traj")}
-    sampled = np.zeros((shape.micro * shape.rows, shape.length), bool)
-    logprobs = np.zeros(sampled.shape, np.float32)
-    for row, members in enumerate(rows):
-        start = 0
-        for segment, item in enumerate(members, 1):
-            index, trajectory, begin, n = items[item]
-            at, source = np.s_[row, start:start + n], np.s_[begin:begin + n]
-            ints["tokens"][at] = trajectory.tokens_L[source]
-            ints["positions"][at] = np.arange(n)
-            ints["segments"][at] = segment
-            ints["traj"][at] = index
-            sampled[at] = trajectory.author_L[source] == Author.SAMPLED
-            logprobs[at] = np.where(sampled[at], trajectory.logprobs_L[source], 0.0)
-            start += n
-
-    folded = (shape.micro, shape.rows, shape.length)
-    return PackedBatch(
-        **{f"{name}_MxRxL": array.reshape(folded) for name, array in ints.items()},
-        sampled_MxRxL=sampled.reshape(folded), logprobs_MxRxL=logprobs.reshape(folded),
-        rewards_TxG=np.where(valid_TxG, rewards_TxG, np.float32(0)), valid_TxG=valid_TxG,
-        truncated_TxG=truncated_TxG, n_micro=np.asarray(-(-len(rows) // shape.rows), np.int32))
+    spans = [[span for g, trajectory in enumerate(group) if valid_TxG[t, g]
+              for span in _spans(trajectory, t * shape.group + g)]
+             for t, group in enumerate(groups) if live_T[t] or not drop_dead]
+    batch = _Arrays(shape)
+    if shape.prompts:
+        prompts = [_prompt(group, shape) for group in spans if group]
+        for some in _sets(prompts, shape):
+            batch.add_set(some)
+    else:
+        whole = [_Segment(span, 0) for group in spans for span in group]
+        rows = [(0, row) for row in _best_fit(whole, shape)]
+        batch.add_rows([rows[part::shape.parts] for part in range(shape.parts)])
+    return batch.packed(np.where(valid_TxG, rewards_TxG, np.float32(0)), valid_TxG, truncated_TxG)
 
 
 def _flags(groups, rewards_TxG: np.ndarray, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
@@ -138,43 +206,154 @@ def _live(rewards_TxG: np.ndarray, valid_TxG: np.ndarray, var_floor: float) -> n
     return (valid_TxG.sum(1) >= 2) & ((centred ** 2).sum(1) / n_T > var_floor)
 
 
-def _loss_spans(trajectory: Trajectory, limit: int) -> list[tuple[int, int]]:
-    """(begin, length) of each row of ids in which a token was sampled, up to its last one."""
+def _spans(trajectory: Trajectory, flat: int) -> list[_Span]:
+    """Each row of ids in which a token was sampled, up to its last one."""
     sampled_L = trajectory.author_L == Author.SAMPLED
-    name = f"trajectory {trajectory.sample} of {trajectory.task_uid}"
     if not np.isfinite(trajectory.logprobs_L[sampled_L]).all():
-        raise ValueError(f"{name} has a sampler log-prob that is not finite: drop the sample")
+        raise ValueError(f"{_name(trajectory)} has a sampler log-prob that is not finite: drop "
+                         "the sample")
     found = []
     for begin, end in trajectory.spans:
         at = np.flatnonzero(sampled_L[begin:end])
-        if not at.size:
-            continue
-        length = int(at[-1]) + 1
-        if length > limit:
-            raise ValueError(f"{name} has {length} tokens, a row holds {limit}: raise length or "
-                             "lower the rollout's token limit")
-        found.append((begin, length))
+        if at.size:
+            found.append(_Span(trajectory, flat, begin, int(at[-1]) + 1, int(at[0])))
     return found
 
 
-def _best_fit(lengths: Sequence[int], shape: BatchShape) -> list[list[int]]:
-    """Best-fit decreasing: the longest first, each into the fullest row that still takes it,
-    ties to the earlier row. Lists of item indices, one a row in use."""
-    n_rows = shape.micro * shape.rows
-    free = np.full(n_rows, shape.length)
-    rows: list[list[int]] = []
-    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        room = free[:len(rows)] - lengths[item]
-        if (room >= 0).any():
-            row = int(np.where(room >= 0, room, shape.length + 1).argmin())
-        elif len(rows) < n_rows:
+def _name(trajectory: Trajectory) -> str:
+    return f"trajectory {trajectory.sample} of {trajectory.task_uid}"
+
+
+# ---------------------------------------------------------------- who lies where
+
+
+def _prompt(group: Sequence[_Span], shape: BatchShape) -> _Prompt:
+    """A group's prompt: what all its rows of ids begin with, but for the token that the first
+    sampled one is predicted from, which begins each row's own part."""
+    common = min([shape.prompt, *(max(span.first - 1, 0) for span in group)])
+    first, *others = (span.ids()[:common] for span in group)
+    for ids in others:
+        differs = np.flatnonzero(ids[:common] != first[:common])
+        common = int(differs[0]) if differs.size else common
+    segments = [_Segment(span, common) for span in group]
+    return _Prompt(first[:common], _best_fit(segments, shape))
+
+
+def _best_fit(segments: Sequence[_Segment], shape: BatchShape) -> list[list[_Segment]]:
+    """Rows of segments. Best-fit decreasing: the longest first, each into the fullest row that
+    still takes it, ties to the earlier row. ValueError for a segment longer than a row."""
+    rows: list[list[_Segment]] = []
+    free: list[int] = []
+    for segment in sorted(segments, key=lambda segment: -segment.length):
+        if segment.length > shape.length:
+            behind = f" behind {segment.skip} that its group shares" if segment.skip else ""
+            raise ValueError(
+                f"{_name(segment.span.trajectory)} has {segment.length} tokens{behind}, a row "
+                f"holds {shape.length}: raise length or lower the rollout's token limit")
+        fits = [] if shape.alone else [n for n, room in enumerate(free)
+                                       if room >= segment.length]
+        if fits:
+            row = min(fits, key=lambda n: free[n])
+        else:
             row = len(rows)
             rows.append([])
-        else:
-            raise ValueError(
-                f"{len(lengths)} trajectories of {sum(lengths)} tokens do not fit {shape.micro} x "
-                f"{shape.rows} rows of {shape.length} ({n_rows * shape.length} tokens): "
-                "raise micro or send fewer tasks")
-        rows[row].append(item)
-        free[row] -= lengths[item]
+            free.append(shape.length)
+        rows[row].append(segment)
+        free[row] -= segment.length
     return rows
+
+
+def _sets(prompts: Sequence[_Prompt], shape: BatchShape) -> list[list[list[_Prompt]]]:
+    """Sets of prompts, each divided into parts. Those with most rows come together, and within
+    a set the parts get about as many rows."""
+    parts, each = shape.parts, shape.prompts // shape.parts
+    waiting = sorted(prompts, key=lambda prompt: -len(prompt.rows))
+    found = []
+    while waiting:
+        some, waiting = waiting[:shape.prompts], waiting[shape.prompts:]
+        divided: list[list[_Prompt]] = [[] for _ in range(parts)]
+        for prompt in some:
+            open_ = [part for part in divided if len(part) < each]
+            min(open_, key=lambda part: sum(len(p.rows) for p in part)).append(prompt)
+        found.append(divided)
+    return found
+
+
+# ---------------------------------------------------------------- writing
+
+
+class _Arrays:
+    """The batch while it is filled."""
+
+    def __init__(self, shape: BatchShape):
+        self._shape, self._micro, self._used = shape, 0, 0
+        rows = (shape.micro, shape.rows, shape.length)
+        self._ints = {name: np.zeros(rows, np.int32)
+                      for name in ("tokens", "positions", "segments", "traj")}
+        self._author = np.full(rows, Author.PROMPT, np.int8)
+        self._logprobs = np.zeros(rows, np.float32)
+        self._bucket_M = np.zeros(shape.micro, np.int32)
+        self._prompt_MxR = np.zeros(rows[:2], np.int32)
+        self._prompts = np.zeros((shape.sets, shape.prompts, shape.prompt), np.int32)
+        self._length_UxK = np.zeros((shape.sets, shape.prompts), np.int32)
+        self._end: list[int] = []
+
+    def add_set(self, parts: Sequence[Sequence[_Prompt]]) -> None:
+        """One set of prompts and the rows that read it, part by part."""
+        u, each = len(self._end), self._shape.prompts // self._shape.parts
+        for part, prompts in enumerate(parts):
+            for i, prompt in enumerate(prompts):
+                n = len(prompt.ids)
+                self._prompts[u, part * each + i, :n] = prompt.ids
+                self._length_UxK[u, part * each + i] = n
+        self.add_rows([[(i, row) for i, prompt in enumerate(prompts) for row in prompt.rows]
+                       for prompts in parts])
+        self._end.append(self._micro)
+
+    def add_rows(self, parts: Sequence[Sequence[tuple[int, list[_Segment]]]]) -> None:
+        """Rows (number of the prompt in its part, segments) of each part, into micro-batches of
+        their own: the longest rows of every part first."""
+        shape = self._shape
+        each = shape.rows // shape.parts
+        length = lambda row: sum(segment.length for segment in row[1])  # noqa: E731
+        queues = [sorted(part, key=length, reverse=True) for part in parts]
+        while any(queues):
+            taken, queues = [q[:each] for q in queues], [q[each:] for q in queues]
+            if self._micro == shape.micro:
+                raise ValueError(
+                    f"the trajectories do not fit {shape.micro} micro-batches of {shape.rows} rows "
+                    f"of {shape.length} tokens: raise micro or send fewer tasks")
+            longest = max(length(row) for rows in taken for row in rows)
+            self._bucket_M[self._micro] = next(
+                i for i, n in enumerate(shape.buckets) if n >= longest)
+            for part, rows in enumerate(taken):
+                for i, (prompt, segments) in enumerate(rows):
+                    self._write((self._micro, part * each + i), prompt, segments)
+            self._micro += 1
+
+    def _write(self, row: tuple[int, int], prompt: int, segments: Sequence[_Segment]) -> None:
+        self._prompt_MxR[row], start = prompt, 0
+        for number, segment in enumerate(segments, 1):
+            span, n = segment.span, segment.length
+            at, source = (*row, slice(start, start + n)), slice(
+                span.begin + segment.skip, span.begin + span.length)
+            author = span.trajectory.author_L[source]
+            self._ints["tokens"][at] = span.trajectory.tokens_L[source]
+            self._ints["positions"][at] = np.arange(segment.skip, span.length)
+            self._ints["segments"][at] = number
+            self._ints["traj"][at] = span.flat
+            self._author[at] = author
+            self._logprobs[at] = np.where(author == Author.SAMPLED,
+                                          span.trajectory.logprobs_L[source], 0.0)
+            start += n
+
+    def packed(self, rewards_TxG, valid_TxG, truncated_TxG) -> PackedBatch:
+        count = lambda n: np.asarray(n, np.int32)  # noqa: E731
+        end_U = count(self._end + [self._micro] * (self._shape.sets - len(self._end)))
+        return PackedBatch(
+            **{f"{name}_MxRxL": array for name, array in self._ints.items()},
+            author_MxRxL=self._author, logprobs_MxRxL=self._logprobs, rewards_TxG=rewards_TxG,
+            valid_TxG=valid_TxG, truncated_TxG=truncated_TxG, n_micro=count(self._micro),
+            bucket_M=self._bucket_M, prompts_UxKxP=self._prompts,
+            prompt_length_UxK=self._length_UxK, prompt_MxR=self._prompt_MxR, end_U=end_U,
+            n_sets=count(len(self._end)))

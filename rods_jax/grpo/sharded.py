@@ -19,18 +19,25 @@ from rods_jax.models.sharding import ShardingRules, batch_sharding, param_shardi
 
 def batch_shardings(mesh: Mesh, shape: BatchShape,
                     rules: ShardingRules = ShardingRules()) -> PackedBatch:
-    """A NamedSharding for every leaf of a PackedBatch. Raises ValueError where the rows of a
-    micro-batch do not divide evenly."""
-    axes = (rules.batch,) if isinstance(rules.batch, str) else rules.batch or ()
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-    if shape.rows % parts:
-        raise ValueError(f"{shape.rows} rows a micro-batch do not divide over {parts} devices of "
-                         f"mesh axes {', '.join(axes)}: make rows a multiple of {parts}")
-    rows, whole = batch_sharding(mesh, 1, rules), replicated(mesh)
+    """A NamedSharding for every leaf of a PackedBatch. Raises ValueError where rows or prompts
+    do not divide evenly, or a row could need another part's prompt."""
+    for name, axes in (("rows", rules.rows), ("prompts", rules.batch)):
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if getattr(shape, name) % parts:
+            raise ValueError(f"{getattr(shape, name)} {name} a micro-batch do not divide over "
+                             f"{parts} devices of mesh axes {', '.join(axes)}: make {name} a "
+                             f"multiple of {parts}")
+        if shape.prompts and name == "prompts" and shape.parts != parts:
+            raise ValueError(f"the batch is in {shape.parts} parts, the mesh splits prompts in "
+                             f"{parts}: set parts to {parts}")
+    rows, prompts = (batch_sharding(mesh, 1, over) for over in (rules.rows, rules.batch))
+    whole = replicated(mesh)
     return PackedBatch(
         tokens_MxRxL=rows, positions_MxRxL=rows, segments_MxRxL=rows, traj_MxRxL=rows,
-        sampled_MxRxL=rows, logprobs_MxRxL=rows, rewards_TxG=whole, valid_TxG=whole,
-        truncated_TxG=whole, n_micro=whole)
+        author_MxRxL=rows, logprobs_MxRxL=rows, rewards_TxG=whole, valid_TxG=whole,
+        truncated_TxG=whole, n_micro=whole, bucket_M=whole, prompts_UxKxP=prompts,
+        prompt_length_UxK=prompts, prompt_MxR=rows, end_U=whole, n_sets=whole)
 
 
 def shard_update(update: Callable, mesh: Mesh, state: TrainState, shape: BatchShape,

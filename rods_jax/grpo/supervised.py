@@ -16,8 +16,9 @@ import optax
 
 from rods_jax.grpo.batch import PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask
-from rods_jax.grpo.update import (
-    TrainState, accumulate, apply_gradients, check_batch, micro_logprobs, policy_params)
+from rods_jax.grpo.passes import (
+    accumulate, at, buckets_of, for_prompts, micro_logprobs, prompt_kv, rows_at, shared_prompts)
+from rods_jax.grpo.update import TrainState, apply_gradients, check_batch, policy_params
 from rods_jax.models.decoder import Decoder
 
 
@@ -45,16 +46,19 @@ def make_supervised(decoder: Decoder, optimizer: optax.GradientTransformation,
         n_tokens = mask_MxRxL.sum(dtype=jnp.float32)
         scale = 1.0 / jnp.maximum(n_tokens, 1.0)
 
-        def micro_loss(params, i):
-            row = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
+        def prompts(params, u):
+            return prompt_kv(for_prompts(decoder), policy_params(state, params), batch, u), None
+
+        def micro_loss(params, kv, _, u, i, length):
+            rows = rows_at(batch, i, length, None)
             logp, entropy = micro_logprobs(
-                decoder, policy_params(state, params), row(batch.tokens_MxRxL),
-                row(batch.positions_MxRxL), row(batch.segments_MxRxL), row(mask_MxRxL),
-                1.0, logit_chunk, False)
+                decoder, policy_params(state, params), rows, shared_prompts(kv, batch, u, rows),
+                at(mask_MxRxL, i), 1.0, logit_chunk, False)
             loss = -logp.sum() * scale
             return loss, (loss, entropy.sum() * scale)
 
-        grads, (loss, entropy) = accumulate(micro_loss, state.params, batch.n_micro)
+        grads, (loss, entropy) = accumulate(prompts, micro_loss, state.params, batch,
+                                            buckets_of(batch, None))
         state, norm, applied = apply_gradients(state, grads, optimizer, n_tokens > 0)
         return state, SupervisedMetrics(loss=loss, entropy=entropy, grad_norm=norm,
                                         applied=applied, n_tokens=n_tokens)

@@ -3,11 +3,12 @@
 Rewards go in; group mean, variance, advantage and loss are computed on the device. The
 loss weight of every token is fixed over the whole batch first, then gradients are summed
 over the micro-batches that hold anything (a dynamic trip count), so the result depends on
-neither the number of micro-batches nor the packing.
+neither the number of micro-batches nor the packing, nor on whether prompts are shared.
 
     policy gradient with group-relative advantage   rods_jax/grpo/advantage.py
     loss terms, token weights                       rods_jax/grpo/loss.py
     log-probs in chunks                             rods_jax/grpo/logprobs.py
+    passes through the policy, prompts once         rods_jax/grpo/passes.py
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ import jax.numpy as jnp
 import optax
 
 from rods_jax.grpo.advantage import AdvantageConfig, group_advantage
-from rods_jax.grpo.batch import PackedBatch
-from rods_jax.grpo.logprobs import predicted_mask, token_logprobs
+from rods_jax.grpo.batch import BatchShape, PackedBatch
+from rods_jax.grpo.logprobs import predicted_mask
 from rods_jax.grpo.loss import LossConfig, token_terms, token_weights
 from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimizer
+from rods_jax.grpo.passes import (
+    accumulate, at, buckets_of, for_prompts, micro_logprobs, prompt_kv, rows_at, shared_prompts)
 from rods_jax.models import int8, lora
-from rods_jax.models.attention import Segments
 from rods_jax.models.decoder import Decoder
 
 __all__ = [
     "OptimizerConfig", "OptimizerKind", "TrainState", "UpdateConfig", "UpdateMetrics",
-    "accumulate", "apply_gradients", "init_state", "make_optimizer", "make_update",
-    "micro_logprobs", "policy_params",
+    "apply_gradients", "init_state", "make_optimizer", "make_update", "policy_params",
 ]
 
 Params = Any  # tree of arrays; those that are trained are float32
@@ -130,35 +131,6 @@ def policy_params(state: TrainState, params: Params | None = None) -> Params:
     return params if state.frozen is None else lora.join(state.frozen, params)
 
 
-def micro_logprobs(decoder: Decoder, params: Params, tokens_RxL, positions_RxL, segments_RxL,
-                   mask_RxL, temperature: float, chunk: int, entropy_gradient: bool):
-    """Log-probs and entropies float32 [R, L] of one micro-batch, 0 where mask is False.
-    params: all weights. ValueError where their adapters are not what decoder.config says."""
-    lora.check(params, decoder.config)
-    variables = {"params": params}
-    hidden_RxLxD, _ = decoder.apply(
-        variables, tokens_RxL, positions_RxL, Segments(segments_RxL))
-    head = partial(decoder.apply, variables, method="logits")
-    return token_logprobs(head, hidden_RxLxD, tokens_RxL, mask_RxL, temperature, chunk,
-                          entropy_gradient)
-
-
-def accumulate(micro_loss: Callable, params: Params, n_micro: jax.Array):
-    """Sums of gradients and of auxiliary sums over micro-batches 0 .. n_micro - 1.
-
-    micro_loss(params, i) -> (loss, tree of sums). The trip count is a traced number: one
-    trace serves batches of any fill.
-    """
-    gradient = jax.grad(micro_loss, has_aux=True)
-
-    def body(i, total):
-        return jax.tree.map(jnp.add, total, gradient(params, i))
-
-    like = jax.eval_shape(gradient, params, jax.ShapeDtypeStruct((), jnp.int32))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-    return jax.lax.fori_loop(jnp.int32(0), n_micro, body, zeros)
-
-
 def apply_gradients(state: TrainState, grads: Params, optimizer: optax.GradientTransformation,
                     any_loss: jax.Array) -> tuple[TrainState, jax.Array, jax.Array]:
     """The next state, the gradient's norm, and whether the step was applied.
@@ -177,15 +149,20 @@ def apply_gradients(state: TrainState, grads: Params, optimizer: optax.GradientT
 
 
 def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.GradientTransformation,
+                shape: BatchShape | None = None,
                 ) -> Callable[[TrainState, PackedBatch], tuple[TrainState, UpdateMetrics]]:
     """The update as a pure function; the caller jits it and donates the state.
 
+    shape: of the batches, needed where it states `alone` or `lengths`.
     With kl_coef > 0 the state needs ref_params (`init_state(..., keep_reference=True)`).
     ValueError for a decoder of rollouts whose weights are int8.
     """
     if decoder.config.int8_weights:
         raise ValueError(int8.NO_GRADIENT)
     use_kl = config.loss.kl_coef > 0
+    score = partial(micro_logprobs, decoder, temperature=config.temperature,
+                    chunk=config.logit_chunk)
+    on_prompts = for_prompts(decoder)
 
     def update(state: TrainState, batch: PackedBatch):
         check_batch(batch)
@@ -201,20 +178,23 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
         weight_MxRxL, n_sequences = token_weights(
             mask_MxRxL, batch.traj_MxRxL, carries_TxG.size, config.loss)
         advantage_MxRxL = stats.advantage_TxG.reshape(-1)[batch.traj_MxRxL]
+        reference = policy_params(state, state.ref_params) if use_kl else None
 
-        def micro_loss(params, i):
-            row = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)  # noqa: E731
-            mask = row(mask_MxRxL)
-            score = partial(
-                micro_logprobs, decoder, tokens_RxL=row(batch.tokens_MxRxL),
-                positions_RxL=row(batch.positions_MxRxL), segments_RxL=row(batch.segments_MxRxL),
-                mask_RxL=mask, temperature=config.temperature, chunk=config.logit_chunk)
-            logp, entropy = score(policy_params(state, params),
-                                  entropy_gradient=config.loss.entropy_coef > 0)
+        def prompts(params, u):
+            known = prompt_kv(on_prompts, reference, batch, u) if use_kl else None
+            return prompt_kv(on_prompts, policy_params(state, params), batch, u), known
+
+        def micro_loss(params, kv, ref_kv, u, i, length):
+            row = lambda x: at(x, i)[:, :length]  # noqa: E731
+            rows, mask = rows_at(batch, i, length, shape), row(mask_MxRxL)
+            logp, entropy = score(
+                policy_params(state, params), rows, shared_prompts(kv, batch, u, rows), mask,
+                entropy_gradient=config.loss.entropy_coef > 0)
             ref_logp = None
             if use_kl:
-                reference = policy_params(state, state.ref_params)
-                ref_logp = jax.lax.stop_gradient(score(reference, entropy_gradient=False)[0])
+                ref_logp = jax.lax.stop_gradient(score(
+                    reference, rows, shared_prompts(ref_kv, batch, u, rows), mask,
+                    entropy_gradient=False)[0])
             terms = token_terms(logp, row(batch.logprobs_MxRxL), row(advantage_MxRxL), mask,
                                 entropy, ref_logp, config.loss)
             weight = row(weight_MxRxL)
@@ -223,7 +203,8 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
                     for name in ("kl", "entropy", "low", "high", "dual", "cut", "gap")}
             return loss, sums | {"loss": loss, "policy": (weight * terms.policy).sum()}
 
-        grads, sums = accumulate(micro_loss, state.params, batch.n_micro)
+        grads, sums = accumulate(prompts, micro_loss, state.params, batch,
+                                 buckets_of(batch, shape))
         n_tokens = mask_MxRxL.sum(dtype=jnp.float32)
         state, norm, applied = apply_gradients(state, grads, optimizer, n_tokens > 0)
         n_valid_T = stats.valid_TxG.sum(1, dtype=jnp.int32)
@@ -244,10 +225,16 @@ def check_batch(batch: PackedBatch) -> None:
     """Shapes and dtypes of a PackedBatch, at trace time."""
     ints = (batch.tokens_MxRxL, batch.positions_MxRxL, batch.segments_MxRxL, batch.traj_MxRxL)
     chex.assert_rank(ints, 3)
-    chex.assert_equal_shape([*ints, batch.sampled_MxRxL, batch.logprobs_MxRxL])
-    chex.assert_type([*ints, batch.n_micro], jnp.int32)
-    chex.assert_type([batch.sampled_MxRxL, batch.valid_TxG, batch.truncated_TxG], bool)
+    chex.assert_equal_shape([*ints, batch.author_MxRxL, batch.logprobs_MxRxL])
+    chex.assert_type([*ints, batch.n_micro, batch.n_sets, batch.bucket_M, batch.end_U], jnp.int32)
+    chex.assert_type(batch.author_MxRxL, jnp.int8)
+    sets, prompts, _ = batch.prompts_UxKxP.shape
+    chex.assert_shape(batch.prompt_length_UxK, (sets, prompts))
+    chex.assert_shape(batch.end_U, (sets,))
+    chex.assert_shape(batch.prompt_MxR, batch.tokens_MxRxL.shape[:2])
+    chex.assert_type([batch.prompts_UxKxP, batch.prompt_length_UxK, batch.prompt_MxR], jnp.int32)
+    chex.assert_type([batch.valid_TxG, batch.truncated_TxG], bool)
     chex.assert_type([batch.logprobs_MxRxL, batch.rewards_TxG], jnp.float32)
     chex.assert_rank([batch.rewards_TxG, batch.valid_TxG, batch.truncated_TxG], 2)
     chex.assert_equal_shape([batch.rewards_TxG, batch.valid_TxG, batch.truncated_TxG])
-    chex.assert_rank(batch.n_micro, 0)
+    chex.assert_rank([batch.n_micro, batch.n_sets], 0)

@@ -1,8 +1,9 @@
 """A Llama-shaped decoder whose chunks may attend to memories of earlier tokens.
 
-One forward pass serves training (no memory), prefill and extend (pages of K/V) and decode
-(pages, and the K/V of the tokens decoded since the wave began; see models/memory.py). It
-writes no pages: it returns the chunk's own K/V, which the caller stores.
+One forward pass serves training (no memory, or the K/V of prompts that rows share), prefill and
+extend (pages of K/V) and decode (pages, and the K/V of the tokens decoded since the wave began;
+see models/memory.py). It writes no pages: it returns the chunk's own K/V, which the caller
+stores.
 
 Extra dim letters: H heads, KV key/value heads, Q = H / KV, HD head width, Lyr layers.
 
@@ -32,10 +33,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rods_jax.models import blockwise, int8, lora, memory
 from rods_jax.models.attention import (
-    KERNEL_OUTPUT, Segments, attend, attend_segments, causal_mask, choose, segment_mask)
-from rods_jax.models import int8, lora, memory
-from rods_jax.models.config import PROJECTIONS, Attention, ModelConfig, Remat
+    Segments, Shared, attend, attend_segments, causal_mask, choose, segment_mask)
+from rods_jax.models.config import PROJECTIONS, ModelConfig, Remat
 
 
 def rope_tables(positions_BxC: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -188,8 +189,10 @@ class Layer(nn.Module):
         eps = self.config.norm_eps
         q, k, v = self._qkv(rms_norm(x_BxCxD, self.attn_norm, eps), cos, sin)
         if isinstance(self_mask, Segments):
-            kind = choose(self.config, q.shape[1], self.activations)
-            seen = attend_segments(q, k, v, self_mask, kind, self.activations)
+            prompts = next(((*kv, who) for kv, who in zip(memory_kv, where)), None)
+            kind = choose(self.config, q.shape[1], self.activations,
+                          prompts[0].shape[2] if prompts else 0, self_mask.alone)
+            seen = attend_segments(q, k, v, self_mask, kind, self.activations, prompts)
         elif memory_kv:
             memories = [(mk, mv, who) for (mk, mv), who in zip(memory_kv, where)]
             seen, (k, v) = memory.attend(q, (k, v), self_mask, memories)
@@ -208,7 +211,7 @@ def _remat(config: ModelConfig):
     policies = jax.checkpoint_policies
     # An attention kernel is no matmul, but to run it again costs as much as several.
     dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable,
-                                            policies.save_only_these_names(KERNEL_OUTPUT))
+                                            policies.save_only_these_names(blockwise.OUTPUT))
     # Between the loops of the two passes nothing can be merged. Outside of loops, where
     # unrolling puts layers, the compiler would find the second computation equal to the
     # first, and keep that one's results.
@@ -243,8 +246,9 @@ class Decoder(nn.Module):
         """Hidden states after the final norm, and the chunk's K/V.
 
         tokens_BxC, positions_BxC: int32. self_mask: which keys of the chunk its queries see,
-        as Segments or as bool [B, C, C] (or [1, C, C]); kernels take Segments without
-        memories (config.attention), all else is XLA's. memories: tuple of Memory.
+        as Segments or as bool [B, C, C] (or [1, C, C]). memories: tuple of Memory. In training
+        they are none or one Memory of Shared prompts, and the mask is Segments: those two go
+        to kernels, by config.attention, and all else to XLA.
         layers: the parameters of each layer, in place of the stacked ones (`unstacked`);
         memories are then tuples of layers, and so are the k and v that are returned.
         Returns hidden_BxCxD in compute_dtype and (k, v), each [Lyr, B, KV, C, HD] in
@@ -252,12 +256,11 @@ class Decoder(nn.Module):
         chunk's in it.
         """
         x = self._lookup(tokens_BxC)
-        if isinstance(self_mask, Segments) and (
-                memories or choose(self.config, tokens_BxC.shape[1], self.activations)
-                is Attention.XLA):
+        where = tuple(m.where for m in memories)
+        if isinstance(self_mask, Segments) and where \
+                and not isinstance(where[0], Shared):
             self_mask = segment_mask(self_mask.ids_BxC)
         cos, sin = rope_tables(positions_BxC, self.config)
-        where = tuple(m.where for m in memories)
         if layers is None:
             parts = tuple(memory.scanned(m) for m in memories)
             x, kv = self.layers(x, tuple(kv for kv, _ in parts), cos, sin, self_mask,

@@ -20,6 +20,7 @@ from rods_jax.models import int8, lora
 from rods_jax.models.config import PROJECTIONS
 
 MESH_AXES = ("data", "fsdp", "context", "tensor")
+CONTEXT = "context"
 
 MeshAxes = str | tuple[str, ...] | None  # None: replicated
 
@@ -134,9 +135,19 @@ def param_shardings(params, mesh: Mesh, rules: ShardingRules = ShardingRules()):
 
 
 def batch_sharding(mesh: Mesh, axis: int = 0,
-                   rules: ShardingRules = ShardingRules()) -> NamedSharding:
-    """Arrays whose axis number `axis` counts sequences or rows."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * axis, rules.batch))
+                   over: MeshAxes = ShardingRules().batch) -> NamedSharding:
+    """Arrays whose axis number `axis` counts sequences or rows, split over these mesh axes."""
+    return NamedSharding(mesh, PartitionSpec(*[None] * axis, over))
+
+
+def prompt_sharding(rows: NamedSharding) -> NamedSharding:
+    """Where hidden states [K, P, D] of prompts live, given that of the rows [R, L, D] that share
+    them: devices along `context` have a prompt's rows divided between them, and its tokens."""
+    axes = rows.spec[0] if isinstance(rows.spec[0], tuple) else (rows.spec[0],)
+    if CONTEXT not in axes:
+        return rows
+    return NamedSharding(rows.mesh, PartitionSpec(
+        tuple(axis for axis in axes if axis != CONTEXT), CONTEXT))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,0 +1,94 @@
+"""Prompts that rows share: the same statistics, loss and gradients as rows that each hold their
+prompt, whoever shares with whom and however rows and prompts are divided."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_cases import VOCAB, tiny_decoder, trajectory
+from grpo_reference import (
+    KL, OPTIMIZER, PLAIN, SHAPE, assert_close, gradient, quick_jit, reference, rows_alone)
+from rods_jax.grpo.batch import BatchShape, pack
+from rods_jax.grpo.update import init_state, make_update
+from rods_jax.types import Author
+
+SHARED = BatchShape(micro=8, rows=2, length=12, tasks=3, group=4, prompts=1, prompt=6)
+
+
+def group_of(rng, prompt, size, task, longest=15):
+    """Rollouts of one prompt: messages and tool results in turn, of different lengths."""
+    found = []
+    for sample in range(size):
+        author = [Author.PROMPT] * len(prompt)
+        while len(author) < longest - 5:
+            author += [Author.SAMPLED] * int(rng.integers(1, 4))
+            author += [Author.INSERTED] * int(rng.integers(0, 3))
+            if rng.random() < 0.4:
+                break
+        author = np.asarray(author, np.int8)
+        ids = np.concatenate([prompt, rng.integers(0, VOCAB, len(author) - len(prompt))])
+        logprobs = np.where(author == Author.SAMPLED,
+                            -2.5 + 0.6 * rng.standard_normal(len(ids)), 0)
+        found.append(trajectory(ids, author, logprobs, uid=f"t{task}", sample=sample))
+    return found
+
+
+def shared_groups(seed, lengths=(4, 1, 7)):
+    """Groups of prompts of these lengths; the first is dead, the last lacks a sample."""
+    rng = np.random.default_rng(seed)
+    groups = [group_of(rng, rng.integers(0, VOCAB, n), 4, t) for t, n in enumerate(lengths)]
+    rewards = rng.integers(0, 5, (len(lengths), 4)).astype(np.float32) / 4
+    rewards[:, :2] = [0.0, 1.0]
+    rewards[0] = 0.5
+    groups[-1][-1] = None
+    rewards[-1, -1] = np.nan
+    return groups, rewards
+
+
+def start(config):
+    params = tiny_decoder()[1]
+    state = init_state(params, OPTIMIZER, keep_reference=config.loss.kl_coef > 0)
+    if config.loss.kl_coef:
+        state = state.replace(ref_params=jax.tree.map(lambda x: x * 0.9, params))
+    return state
+
+
+def run(config, shape, groups, rewards):
+    update = quick_jit(make_update(tiny_decoder()[0], config, OPTIMIZER, shape))
+    batch = pack(groups, rewards, shape, drop_dead=not config.dead_carry_loss)
+    state, metrics = update(start(config), batch)
+    return gradient(state), metrics
+
+
+SHAPES = {
+    "one at a time": SHARED,
+    "two at a time": dataclasses.replace(SHARED, prompts=2, rows=3),
+    "a row each": dataclasses.replace(SHARED, alone=True),
+    "in buckets": dataclasses.replace(SHARED, lengths=(4, 8), rows=1, micro=12),
+    "prompts cut": dataclasses.replace(SHARED, prompt=2, length=16),
+}
+
+
+@pytest.mark.parametrize("config", [PLAIN, KL], ids=["plain", "kl"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_are_those_of_whole_rows(shape, config):
+    groups, rewards = shared_groups(1)
+    got, metrics = run(config, SHAPES[shape], groups, rewards)
+    want, whole = run(config, SHAPE, groups, rewards)
+    assert float(want["embed"].max()) > 1e-3
+    assert_close(got, want)
+    assert_close(metrics, whole)
+
+
+def test_gradients_are_those_of_the_reference():
+    groups, rewards = shared_groups(2)
+    rows = rows_alone(groups, rewards, KL)
+    loss, grads = reference(tiny_decoder()[1], start(KL).ref_params, rows, KL)
+    got, metrics = run(KL, SHARED, groups, rewards)
+    assert metrics.loss == pytest.approx(loss, abs=1e-5)
+    assert_close(got, grads)

@@ -25,6 +25,7 @@ import numpy as np
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
+from rods_jax.grpo import tally
 from rods_jax.grpo.batch import pack
 from rods_jax.grpo.update import init_state, make_optimizer, make_update
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
@@ -290,7 +291,6 @@ class Run:
                  rolled: RolloutStats, wall_s: float) -> dict[str, Any]:
         usable = [(t, p.task) for group, p in zip(groups, prompts) for t in group if t.end.usable]
         pool = jax.device_get(self.programs.stats(self.pool))
-        mean = lambda name: float(np.mean([getattr(m, name) for m in updates]))  # noqa: E731
         average = lambda values: float(np.mean(values)) if len(values) else None  # noqa: E731
         tokens = rolled.sampled_tokens + rolled.inserted_tokens
         return {
@@ -302,10 +302,7 @@ class Run:
             "call_error_share": _call_error_share([t for t, _ in usable]),
             **{f"zone_{zone.name.lower()}": average(zones_T == int(zone))
                for zone in boundary.Zone if zone is not boundary.Zone.UNSEEN},
-            **{name: mean(name) for name in (
-                "loss", "entropy", "kl", "clip_low_share", "clip_high_share",
-                "importance_cut_share", "dead_share", "grad_norm")},
-            "logprob_gap": float(updates[0].logprob_gap),  # before an update moved the policy
+            **tally.logged(updates),
             "pool_active": int(pool.live), "pool_generated": int(pool.live_by_source[1]),
             "pool_mean_reward": float(pool.mean_reward), "wall_s": wall_s,
             "born": self.synthesizer.funnel.accepted, "waiting": len(self.synthesizer.waiting),

@@ -1,7 +1,6 @@
 """The whole update in its plain form: every trajectory alone in its row, all logits at once,
 the loss and its derivative by log-prob in float64 loops."""
 
-import math
 from functools import cache
 
 import jax
@@ -10,9 +9,11 @@ import numpy as np
 import optax
 
 from grpo_cases import tiny_decoder
+from loss_reference import kl_of, policy_of
+
 from rods_jax.grpo.advantage import AdvantageConfig, Baseline
 from rods_jax.grpo.batch import BatchShape
-from rods_jax.grpo.loss import Aggregation, KlEstimator, LossConfig
+from rods_jax.grpo.loss import Aggregation, LossConfig, RatioLevel
 from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
 from rods_jax.grpo.update import UpdateConfig, make_update
 from rods_jax.models.attention import causal_mask
@@ -117,24 +118,20 @@ def dense_scores(params, tokens, temperature, d_logp=None, d_entropy=None):
     return np.asarray(logp[:n], np.float64), np.asarray(entropy[:n], np.float64), grads
 
 
-def reference_token(x, sampler, ref, a, c):
-    """Loss of one token without its entropy term, and the derivative by its log-prob x."""
-    if c.truncated_importance is None:
-        ratio = math.exp(x - sampler)
-        clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
-        loss, slope = -a * ratio, -a * ratio
-        if -a * clipped > loss:
-            loss, slope = -a * clipped, 0.0
-        if a < 0 and loss > -a * c.dual_clip:
-            loss, slope = -a * c.dual_clip, 0.0
-    else:
-        loss = slope = -a * min(math.exp(x - sampler), c.truncated_importance)
-    d = ref - x
-    if c.kl_estimator is KlEstimator.K3:
-        kl, kl_slope = math.exp(d) - 1 - d, 1 - math.exp(d)
-    else:
-        kl, kl_slope = d * d / 2, -d
-    return loss + c.kl_coef * kl, slope + c.kl_coef * kl_slope
+def reference_rollout(logp, sampler, ref, a, c):
+    """Losses of a rollout's tokens without their entropy terms, and the derivatives of the sum
+    by log-prob."""
+    corrected = c.truncated_importance is not None
+    gaps = np.zeros(len(logp)) if corrected else logp - sampler
+    if c.ratio is RatioLevel.SEQUENCE:
+        gaps = np.full(len(logp), gaps.mean())
+    policy = np.array([policy_of(gap, a, c)[:2] for gap in gaps])
+    if corrected:
+        policy *= np.minimum(np.exp(logp - sampler), c.truncated_importance)[:, None]
+    if c.ratio is RatioLevel.SEQUENCE:
+        policy[:, 1] = policy[:, 1].mean()
+    kl = np.array([kl_of(d, c) for d in ref - logp])
+    return (policy + c.kl_coef * kl).T
 
 
 def reference(params, ref_params, rows, config):
@@ -151,11 +148,11 @@ def reference(params, ref_params, rows, config):
             weight = 1 / (len(tokens) * row.sum())
         else:
             weight = 1 / (len(tokens) * c.constant_length)
-        for j in np.flatnonzero(row):
-            loss, slope = reference_token(
-                logp[i, j], float(sampler[i, j + 1]), ref[i, j], factor[i], c)
-            total += weight * (loss - c.entropy_coef * entropy[i, j])
-            d_logp[i, j], d_entropy[i, j] = weight * slope, -weight * c.entropy_coef
+        at = np.flatnonzero(row)
+        loss, slope = reference_rollout(
+            logp[i, at], sampler[i, at + 1].astype(np.float64), ref[i, at], factor[i], c)
+        total += weight * (loss - c.entropy_coef * entropy[i, at]).sum()
+        d_logp[i, at], d_entropy[i, at] = weight * slope, -weight * c.entropy_coef
     return total, dense_scores(params, tokens, config.temperature, d_logp, d_entropy)[2]
 
 

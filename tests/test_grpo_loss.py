@@ -1,6 +1,6 @@
-"""Loss terms and weights against float64 loops; the numeric corners that once went wrong."""
+"""Loss terms by hand, weights against float64 loops, and the numeric corners that once went
+wrong. All options at random: test_grpo_loss_random.py."""
 
-import itertools
 import math
 from functools import cache
 
@@ -8,56 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rods_jax.grpo.loss import (
-    Aggregation, KlEstimator, LossConfig, bounded_ratio, token_terms, token_weights)
-
-
-def reference_token(logp, sampler, advantage, entropy, ref, c):
-    """(loss, policy, kl) of one token, in Python floats."""
-    old = logp if c.truncated_importance is not None else sampler
-    ratio = math.exp(logp - old)
-    clipped = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
-    policy = -min(advantage * ratio, advantage * clipped)
-    if c.dual_clip is not None and advantage < 0:
-        policy = min(policy, -advantage * c.dual_clip)
-    if c.truncated_importance is not None:
-        policy *= min(math.exp(logp - sampler), c.truncated_importance)
-    kl = 0.0
-    if c.kl_coef:
-        d = ref - logp
-        kl = {KlEstimator.K1: -d, KlEstimator.K2: d * d / 2,
-              KlEstimator.K3: math.exp(d) - 1 - d}[c.kl_estimator]
-        kl = min(max(kl, -c.kl_cap), c.kl_cap)
-    return policy + c.kl_coef * kl - c.entropy_coef * entropy, policy, kl
-
-
-CONFIGS = [LossConfig(dual_clip=d, kl_coef=k, kl_estimator=e, kl_cap=0.8, entropy_coef=h,
-                      truncated_importance=t, clip_low=0.1, clip_high=0.3)
-           for d, k, e, h, t in itertools.product(
-               (None, 1.5), (0.0, 0.3), KlEstimator, (0.0, 0.2), (None, 1.2))]
-
-
-@given(st.integers(0, 2 ** 31), st.sampled_from(CONFIGS))
-@settings(max_examples=40, deadline=None)
-def test_terms_against_plain_loops(seed, c):
-    rng = np.random.default_rng(seed)
-    logp, sampler, ref = -1 - rng.random((3, 8)) * 2
-    advantage, entropy = rng.standard_normal(8), rng.random(8)
-    mask = rng.random(8) < 0.7
-    f32 = [jnp.asarray(x, jnp.float32) for x in (logp, sampler, advantage)]
-    terms = token_terms(*f32, jnp.asarray(mask), jnp.asarray(entropy, jnp.float32),
-                        jnp.asarray(ref, jnp.float32) if c.kl_coef else None, c)
-    for i in range(8):
-        loss, policy, kl = reference_token(
-            logp[i], sampler[i], advantage[i], entropy[i], ref[i], c) if mask[i] else (0, 0, 0)
-        assert terms.loss[i] == pytest.approx(loss, abs=1e-5)
-        assert terms.policy[i] == pytest.approx(policy, abs=1e-5)
-        assert terms.kl[i] == pytest.approx(kl, abs=1e-5)
-        assert terms.gap[i] == pytest.approx(abs(logp[i] - sampler[i]) if mask[i] else 0, abs=1e-5)
-    assert not np.any(np.stack([terms.low, terms.high, terms.dual, terms.cut]) & ~mask)
+    Aggregation, LossConfig, RatioLevel, bounded_ratio, segment_numbers, token_terms,
+    token_weights)
 
 
 @cache
@@ -92,6 +46,76 @@ def test_truncated_importance_moves_like_weighted_policy_gradient():
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_ratio_on_its_bound_keeps_the_whole_gradient(advantage):
+    """Corrected ratios are all 1, and here the band is that one point."""
+    loss, grad = one(math.log(1.5), 0.0, advantage, truncated_importance=2.0, clip_low=0.0,
+                     clip_high=0.0)
+    assert loss == pytest.approx(-1.5 * advantage) and grad == pytest.approx(-1.5 * advantage)
+
+
+def by_sequence(gaps, advantage, mask, sequence, **options):
+    """Losses of tokens whose log-prob lies so far above the sampler's, and the gradient of
+    their sum by logp."""
+    c = LossConfig(ratio=RatioLevel.SEQUENCE, **options)
+
+    def f(logp):
+        loss = token_terms(logp, jnp.full(len(gaps), -2.0), jnp.float32(advantage),
+                           jnp.asarray(mask), jnp.zeros(len(gaps)), None, c,
+                           jnp.asarray(sequence)).loss
+        return loss.sum(), loss
+    (_, loss), grad = jax.value_and_grad(f, has_aux=True)(jnp.float32(gaps) - 2)
+    return loss, grad
+
+
+def test_a_sequence_has_one_ratio():
+    """Two tokens of sequence 3 between those of sequence 0; one is masked, whatever it holds."""
+    mask, sequence = [True, True, False, True, True], [0, 3, 1, 3, 0]
+    args = [0.3, 0.1, np.nan, -0.3, 0.5], [1.0, -1.0, 5.0, -1.0, 1.0], mask, sequence
+    loss, grad = by_sequence(*args, clip_high=1.0)
+    up, down = math.exp(0.4), math.exp(-0.1)
+    np.testing.assert_allclose(loss, [-up, down, 0, down, -up], rtol=1e-6)
+    # d/dlogp of 2 tokens x (A * ratio), the mean giving half to each.
+    np.testing.assert_allclose(grad, [-up, down, 0, down, -up], rtol=1e-6)
+    # exp(0.4) = 1.49 is beyond the band, and so is no token of sequence 3.
+    loss, grad = by_sequence(*args)
+    np.testing.assert_allclose(loss, [-1.28, down, 0, down, -1.28], rtol=1e-6)
+    np.testing.assert_allclose(grad, [0, down, 0, down, 0], rtol=1e-6)
+    loss, grad = by_sequence([1.0, 2.0], [-1.0, -1.0], [True] * 2, [1, 1], dual_clip=2.0)
+    assert loss.tolist() == [2.0, 2.0] and not grad.any()
+
+
+def test_a_corrected_sequence_shares_its_weights():
+    loss, grad = by_sequence([math.log(1.5), math.log(8.0)], [1.0, 1.0], [True] * 2, [0, 0],
+                             truncated_importance=2.0)
+    np.testing.assert_allclose(loss, [-1.5, -2.0], rtol=1e-6)
+    np.testing.assert_allclose(grad, [-1.75, -1.75], rtol=1e-6)
+
+
+def test_far_sequences_are_finite():
+    for gap in (89.0, -89.0, 3e38, np.inf):
+        for advantage in (1.0, -1.0):
+            out = by_sequence([gap, 0.1], [advantage] * 2, [True] * 2, [0, 0], dual_clip=None)
+            assert np.isfinite(out).all(), (gap, advantage)
+
+
+def test_segments_of_packed_rows_get_numbers_of_their_own():
+    segments = np.array([[1, 2, 3, 4], [1, 1, 2, 0], [0, 0, 0, 0]], np.int32)
+    numbers = np.asarray(segment_numbers(jnp.asarray(segments)))
+    assert numbers.dtype == np.int32 and numbers.min() >= 0 and numbers.max() < segments.size
+    names = {(row, segments[row, i]): set() for row in range(2) for i in range(4) if segments[row, i]}
+    for row, column in np.argwhere(segments > 0):
+        names[row, segments[row, column]].add(numbers[row, column])
+    assert all(len(found) == 1 for found in names.values())
+    assert len(set.union(*names.values())) == len(names) == 6
+
+
+def test_a_ratio_of_sequences_needs_to_know_them():
+    x = jnp.zeros(1)
+    with pytest.raises(ValueError, match="ratio is that of a sequence: name each token's in"):
+        token_terms(x, x, x, x == 0, x, None, LossConfig(ratio=RatioLevel.SEQUENCE))
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("dual", [None, 10.0])
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_huge_log_ratio_is_finite_and_masked_adds_nothing(advantage, dual, cap):
@@ -118,19 +142,6 @@ def test_fill_value_of_masked_tokens_does_not_matter():
     assert np.isfinite(plain[0]) and all(g[0] != 0 and g[1] == 0 for g in plain[1])
     for fill in (1.0, 0.0, -np.inf, np.inf, np.nan, 1e30):
         jax.tree.map(np.testing.assert_array_equal, f(jnp.float32(fill)), plain)
-
-
-@pytest.mark.parametrize("estimator", list(KlEstimator))
-def test_kl_far_from_the_reference_is_capped_and_finite(estimator):
-    c = LossConfig(kl_coef=1.0, kl_estimator=estimator, kl_cap=10.0)
-
-    def f(x, mask):
-        return token_terms(x, x, jnp.float32(0), mask, jnp.float32(0), jnp.float32(-2.0), c).kl
-    for logp in (-91.0, -2.0):
-        value, grad = jax.value_and_grad(f)(jnp.float32(logp), jnp.asarray(True))
-        assert np.isfinite(value) and np.isfinite(grad) and abs(value) <= 10
-        assert f(jnp.float32(logp), jnp.asarray(False)) == 0
-    assert f(jnp.float32(-2.0), jnp.asarray(True)) == 0
 
 
 @pytest.mark.parametrize("aggregation", list(Aggregation))

@@ -14,8 +14,9 @@ from grpo_reference import (
     rows_alone, update_of)
 from rods_jax.grpo.advantage import AdvantageConfig, Baseline
 from rods_jax.grpo.batch import BatchShape, pack
-from rods_jax.grpo.loss import Aggregation, KlEstimator, LossConfig
+from rods_jax.grpo.loss import Aggregation, KlEstimator, LossConfig, RatioLevel
 from rods_jax.grpo.supervised import make_supervised
+from rods_jax.grpo.tally import merge
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update
 from rods_jax.types import EndReason
 
@@ -23,6 +24,10 @@ CORRECTED = UpdateConfig(
     loss=LossConfig(aggregation=Aggregation.CONSTANT, constant_length=9.0, kl_coef=0.2,
                     kl_estimator=KlEstimator.K2, truncated_importance=1.1, mask_truncated=True),
     advantage=AdvantageConfig(scale_by_std=False, baseline=Baseline.LEAVE_ONE_OUT), logit_chunk=16)
+
+SEQUENCE = UpdateConfig(
+    loss=LossConfig(ratio=RatioLevel.SEQUENCE, clip_low=0.1, clip_high=0.1, dual_clip=1.5),
+    logit_chunk=8)
 
 
 def start(config):
@@ -40,11 +45,13 @@ def with_truncated(groups):
 
 
 def outcome(result):
+    """What packing must not change: it may leave out tokens that carry no loss."""
     state, metrics = result
-    return gradient(state), metrics
+    return gradient(state), metrics.replace(tokens_A=0)
 
 
-@pytest.mark.parametrize("config", [PLAIN, KL, CORRECTED], ids=["plain", "kl", "corrected"])
+@pytest.mark.parametrize("config", [PLAIN, KL, CORRECTED, SEQUENCE],
+                         ids=["plain", "kl", "corrected", "sequence"])
 def test_gradient_equals_the_plain_unpacked_one(config):
     groups, rewards = small_batch(1)
     groups = with_truncated(groups)
@@ -113,6 +120,31 @@ def test_inserted_and_padded_positions_cannot_matter():
     assert_close(outcome(update(start(KL), rest)), outcome(clean), atol=1e-7)
 
 
+def test_merged_minibatches_are_the_whole():
+    """Scored by one policy, tasks 0 and 1 beside task 2 give what the three give at once."""
+    groups, rewards = small_batch(1)
+    update = update_of(KL)[0]
+
+    def found(first, last):
+        rows = np.concatenate([rewards[first:last], np.zeros((3 - last + first, 4))])
+        batch = pack(groups[first:last], rows, SHAPE, drop_dead=False)
+        return jax.device_get(update(start(KL), batch)[1])
+    whole, parts = found(0, 3), [found(0, 2), found(2, 3)]
+    both = merge(parts)
+    for name in ("n_tokens", "n_sequences", "n_clip_low", "n_clip_high", "n_judged", "n_dead"):
+        assert getattr(both, name) == getattr(whole, name), name
+    for name in ("kl", "entropy", "logprob_gap", "clip_low_share", "dual_clip_share",
+                 "dead_share"):
+        assert getattr(both, name) == pytest.approx(getattr(whole, name), rel=1e-5), name
+    means = [np.mean([getattr(part, name) for part in parts]) for name in ("kl", "dead_share")]
+    assert abs(means[0] - whole.kl) > 1e-4 and means[1] != whole.dead_share  # parts differ in size
+    assert both.loss == pytest.approx(np.mean([part.loss for part in parts]))
+    np.testing.assert_array_equal(both.tokens_A, whole.tokens_A)
+    authors = np.concatenate([np.asarray(r.author_L[:np.flatnonzero(r.author_L == 1)[-1] + 1])
+                              for group in groups for r in group if r is not None])
+    np.testing.assert_array_equal(whole.tokens_A, np.bincount(authors))
+
+
 def test_no_gap_when_sampler_and_trainer_agree():
     groups, rewards = small_batch(3)
     batch = pack(groups, rewards, SHAPE, drop_dead=False)
@@ -161,7 +193,7 @@ def test_nothing_to_learn_from_leaves_the_weights_alone():
         assert not metrics.applied and new.step == 2
         jax.tree.map(np.testing.assert_array_equal, (new.params, new.opt_state),
                      (state.params, state.opt_state))
-        scalars = [v for k, v in vars(metrics).items() if not k.endswith("_T")]
+        scalars = [v for k, v in vars(metrics).items() if not k.endswith(("_T", "_A"))]
         assert np.isfinite(np.asarray(scalars, np.float32)).all()
         assert metrics.loss == metrics.grad_norm == metrics.entropy == 0
 

@@ -12,8 +12,17 @@ log-prob before this update, and the weight carries the gap between the two. One
 takes one gradient step, so the trainer's log-prob before it is the current one without its
 gradient: the ratio is then 1 and the weight does all the correcting.
 
-Everything here is elementwise over arrays of any one shape. Masked tokens are replaced
-before any exponential, so what they hold can poison neither a value nor a gradient.
+The ratio may also be one of the whole sequence (GSPO, https://arxiv.org/abs/2507.18071):
+
+    ratio = exp(mean over the sequence's tokens that carry loss of (logp - old))
+
+Each token of the sequence gets it, both clips act on it, and its gradient reaches every token
+through the mean. A sequence is a row of ids: the whole rollout where the chat format appends,
+one turn where it rewrites earlier turns. Such ratios lie far closer to 1 than a token's; the
+paper clips at 1 - 3e-4 and 1 + 4e-4. The importance weight stays a token's own.
+
+All else is elementwise over arrays of any one shape. Masked tokens are replaced before any
+exponential, so what they hold can poison neither a value nor a gradient.
 """
 
 from __future__ import annotations
@@ -36,6 +45,13 @@ class Aggregation(str, enum.Enum):
     CONSTANT = "constant"  # mean over sequences of (sum over tokens / constant_length)
 
 
+class RatioLevel(str, enum.Enum):
+    """Whose log-ratios a token's ratio is made of."""
+
+    TOKEN = "token"  # its own
+    SEQUENCE = "sequence"  # the mean over its sequence
+
+
 class KlEstimator(str, enum.Enum):
     """Of KL(policy, reference) from one sampled token, with d = ref - logp."""
 
@@ -46,12 +62,13 @@ class KlEstimator(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """clip_low, clip_high: the ratio's band around 1. dual_clip: above 1, or None.
-    constant_length: tokens, the divisor under CONSTANT. kl_cap: bound on |KL| of a token.
-    truncated_importance: cap of the sampler correction, None for the plain ratio to the
-    sampler. mask_truncated: rollouts that hit a limit carry no loss (they stay in
+    """ratio: of a token or of its sequence. clip_low, clip_high: the ratio's band around 1.
+    dual_clip: above 1, or None. constant_length: tokens, the divisor under CONSTANT.
+    kl_cap: bound on |KL| of a token. truncated_importance: cap of the sampler correction,
+    None for the plain ratio to the sampler. mask_truncated: rollouts that hit a limit carry no loss (they stay in
     their group's statistics)."""
 
+    ratio: RatioLevel = RatioLevel.TOKEN
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = 10.0
@@ -101,7 +118,27 @@ class TokenTerms:
 def bounded_ratio(log_new, log_old, mask) -> jax.Array:
     """exp(log_new - log_old), 1 where masked. Beyond e^20 either way the value stays at the
     bound and the gradient is 0."""
+    return _bounded_exp(jnp.where(mask, log_new - log_old, 0.0))
+
+
+def sequence_ratio(log_new, log_old, mask, sequence) -> jax.Array:
+    """exp of the mean of log_new - log_old over the sequence's tokens under the mask, bounded
+    as `bounded_ratio`; of every token of the sequence, masked or not. sequence: see
+    `token_terms`."""
     log_ratio = jnp.where(mask, log_new - log_old, 0.0)
+    add = lambda x: jnp.zeros(x.size, x.dtype).at[sequence].add(x)  # noqa: E731
+    mean = add(log_ratio) / jnp.maximum(add(mask.astype(log_ratio.dtype)), 1.0)
+    return _bounded_exp(mean[sequence])
+
+
+def segment_numbers(segments_RxL: jax.Array) -> jax.Array:
+    """int32 [R, L], each below R * L: the sequences of packed rows, for `token_terms`.
+    segments_RxL: counted from 1 in each row, 0 where padded."""
+    rows, length = segments_RxL.shape
+    return jnp.arange(rows)[:, None] * length + jnp.maximum(segments_RxL - 1, 0)
+
+
+def _bounded_exp(log_ratio) -> jax.Array:
     return jnp.exp(jnp.clip(log_ratio, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
 
 
@@ -119,21 +156,34 @@ def kl_terms(logp, ref_logp, mask, config: LossConfig) -> jax.Array:
 
 
 def token_terms(logp, sampler_logp, advantage, mask, entropy, ref_logp,
-                config: LossConfig) -> TokenTerms:
+                config: LossConfig, sequence=None) -> TokenTerms:
     """All terms per token; arrays of one shape, mask bool.
 
     ref_logp: the reference policy's log-prob, None exactly where kl_coef is 0.
     entropy: of the policy at each token, in nats.
+    sequence: int32, whose token it is: a number from 0 to the arrays' size - 1, another one
+        for each sequence. Masked tokens may hold any of them. Needed for RatioLevel.SEQUENCE.
+        With truncated_importance that ratio is 1 too, and each of the n tokens gets the
+        gradient -A * (sum over the sequence of min(exp(old - sampler), cap)) / n.
     """
+    by_sequence = config.ratio is RatioLevel.SEQUENCE
+    if by_sequence and sequence is None:
+        raise ValueError("the ratio is that of a sequence: name each token's in `sequence`")
     if (ref_logp is None) != (config.kl_coef == 0):
         raise ValueError(f"kl_coef is {config.kl_coef} and the reference log-probs are "
                          f"{'missing' if ref_logp is None else 'given'}: the one needs the other")
     advantage = jnp.where(mask, advantage, 0.0)
     cap = config.truncated_importance
     old = sampler_logp if cap is None else jax.lax.stop_gradient(logp)
-    ratio = bounded_ratio(logp, old, mask)
-    clipped = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    policy = jnp.maximum(-advantage * ratio, -advantage * clipped)
+    ratio = (sequence_ratio(logp, old, mask, sequence) if by_sequence
+             else bounded_ratio(logp, old, mask))
+    # The maximum of the two products, written out so that on a bound, where clipped and plain
+    # ratio are equal, the whole gradient flows: with truncated_importance and a band that
+    # begins or ends at 1 every ratio lies there.
+    low = (advantage < 0) & (ratio < 1.0 - config.clip_low)
+    high = (advantage > 0) & (ratio > 1.0 + config.clip_high)
+    clipped = jnp.where(low, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    policy = -advantage * jnp.where(low | high, clipped, ratio)
     dual = jnp.zeros_like(mask)
     if config.dual_clip is not None:
         bound = -advantage * config.dual_clip
@@ -150,9 +200,8 @@ def token_terms(logp, sampler_logp, advantage, mask, entropy, ref_logp,
     loss = policy + config.kl_coef * kl - config.entropy_coef * entropy
     return TokenTerms(
         loss=loss, policy=policy, kl=kl, entropy=entropy,
-        low=(advantage < 0) & (ratio < 1.0 - config.clip_low),
-        high=(advantage > 0) & (ratio > 1.0 + config.clip_high),
-        dual=dual, cut=cut, gap=jnp.abs(jnp.where(mask, logp - sampler_logp, 0.0)))
+        low=low, high=high, dual=dual, cut=cut,
+        gap=jnp.abs(jnp.where(mask, logp - sampler_logp, 0.0)))
 
 
 def token_weights(mask, traj, n_traj: int, config: LossConfig) -> tuple[jax.Array, jax.Array]:

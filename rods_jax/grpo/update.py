@@ -28,12 +28,14 @@ import optax
 from rods_jax.grpo.advantage import AdvantageConfig, group_advantage
 from rods_jax.grpo.batch import BatchShape, PackedBatch
 from rods_jax.grpo.logprobs import predicted_mask
-from rods_jax.grpo.loss import LossConfig, token_terms, token_weights
+from rods_jax.grpo.loss import LossConfig, segment_numbers, token_terms, token_weights
 from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimizer
 from rods_jax.grpo.passes import (
     accumulate, at, buckets_of, for_prompts, micro_logprobs, prompt_kv, rows_at, shared_prompts)
+from rods_jax.grpo.tally import UpdateMetrics
 from rods_jax.models import int8, lora
 from rods_jax.models.decoder import Decoder
+from rods_jax.types import Author
 
 __all__ = [
     "OptimizerConfig", "OptimizerKind", "TrainState", "UpdateConfig", "UpdateMetrics",
@@ -78,39 +80,6 @@ class UpdateConfig:
     def dead_carry_loss(self) -> bool:
         """Whether groups without variance carry loss; if not, they need not be packed."""
         return self.advantage.dead_keep_kl and (self.loss.kl_coef > 0 or self.loss.entropy_coef > 0)
-
-
-@flax.struct.dataclass
-class UpdateMetrics:
-    """float32 scalars unless a shape is given; means are over tokens that carry loss, 0
-    where there are none.
-
-    loss: the minimized number. policy_loss: its policy part, weighted alike. kl: to the
-    reference. entropy: nats. clip_low_share, clip_high_share, dual_clip_share,
-    importance_cut_share: tokens whose gradient that bound took away or cut. logprob_gap:
-    mean |trainer - sampler| log-prob. dead_share: groups without variance among groups
-    with two or more valid members. grad_norm: before clipping. applied: bool, False when no
-    token carried loss or the gradient was not finite; parameters and optimizer then stay.
-    mean_T, var_T: float32 [T]. live_T: bool [T]. n_valid_T: int32 [T], valid members."""
-
-    loss: jax.Array
-    policy_loss: jax.Array
-    kl: jax.Array
-    entropy: jax.Array
-    clip_low_share: jax.Array
-    clip_high_share: jax.Array
-    dual_clip_share: jax.Array
-    importance_cut_share: jax.Array
-    logprob_gap: jax.Array
-    dead_share: jax.Array
-    grad_norm: jax.Array
-    applied: jax.Array
-    n_tokens: jax.Array
-    n_sequences: jax.Array
-    mean_T: jax.Array
-    var_T: jax.Array
-    live_T: jax.Array
-    n_valid_T: jax.Array
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation,
@@ -196,7 +165,8 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
                     reference, rows, shared_prompts(ref_kv, batch, u, rows), mask,
                     entropy_gradient=False)[0])
             terms = token_terms(logp, row(batch.logprobs_MxRxL), row(advantage_MxRxL), mask,
-                                entropy, ref_logp, config.loss)
+                                entropy, ref_logp, config.loss,
+                                segment_numbers(row(batch.segments_MxRxL)))
             weight = row(weight_MxRxL)
             loss = (weight * terms.loss).sum()
             sums = {name: getattr(terms, name).sum(dtype=jnp.float32)
@@ -209,16 +179,24 @@ def make_update(decoder: Decoder, config: UpdateConfig, optimizer: optax.Gradien
         state, norm, applied = apply_gradients(state, grads, optimizer, n_tokens > 0)
         n_valid_T = stats.valid_TxG.sum(1, dtype=jnp.int32)
         judged_T = n_valid_T >= 2
-        mean = {name: total / jnp.maximum(n_tokens, 1.0) for name, total in sums.items()}
         return state, UpdateMetrics(
-            loss=sums["loss"], policy_loss=sums["policy"], kl=mean["kl"], entropy=mean["entropy"],
-            clip_low_share=mean["low"], clip_high_share=mean["high"], dual_clip_share=mean["dual"],
-            importance_cut_share=mean["cut"], logprob_gap=mean["gap"],
-            dead_share=(judged_T & ~stats.live_T).sum() / jnp.maximum(judged_T.sum(), 1),
-            grad_norm=norm, applied=applied, n_tokens=n_tokens, n_sequences=n_sequences,
+            n_updates=jnp.int32(1), n_applied=applied.astype(jnp.int32), loss_sum=sums["loss"],
+            policy_sum=sums["policy"], norm_sum=norm, n_tokens=n_tokens,
+            n_sequences=n_sequences, kl_sum=sums["kl"], entropy_sum=sums["entropy"],
+            n_clip_low=sums["low"], n_clip_high=sums["high"], n_dual_clip=sums["dual"],
+            n_cut=sums["cut"], gap_sum=sums["gap"], n_judged=judged_T.sum(dtype=jnp.int32),
+            n_dead=(judged_T & ~stats.live_T).sum(dtype=jnp.int32), tokens_A=author_counts(batch),
             mean_T=stats.mean_T, var_T=stats.var_T, live_T=stats.live_T, n_valid_T=n_valid_T)
 
     return update
+
+
+def author_counts(batch: PackedBatch) -> jax.Array:
+    """int32 [Author]: tokens in the batch by who wrote them; a shared prompt counts once."""
+    real_MxRxL = batch.segments_MxRxL != 0
+    counts_A = jnp.stack([(real_MxRxL & (batch.author_MxRxL == author)).sum(dtype=jnp.int32)
+                          for author in Author])
+    return counts_A.at[Author.PROMPT].add(batch.prompt_length_UxK.sum(dtype=jnp.int32))
 
 
 def check_batch(batch: PackedBatch) -> None:

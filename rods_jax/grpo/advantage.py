@@ -15,7 +15,6 @@ import dataclasses
 import enum
 import math
 
-import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -75,10 +74,17 @@ class GroupStats:
 
 def group_advantage(rewards_TxG: jax.Array, valid_TxG: jax.Array,
                     config: AdvantageConfig) -> GroupStats:
-    """Two passes, mean first. Members that are not valid, or not finite, take no part."""
-    chex.assert_rank([rewards_TxG, valid_TxG], 2)
-    chex.assert_equal_shape([rewards_TxG, valid_TxG])
-    chex.assert_type(valid_TxG, bool)
+    """Two passes, mean first. Members that are not valid, or not finite, take no part.
+
+    rewards_TxG: any float; a row holds the rollouts of one task. valid_TxG: bool. ValueError
+    for other shapes: from a flat array nobody can tell which rewards form a group.
+    """
+    if rewards_TxG.ndim != 2:
+        raise ValueError(f"rewards have shape {rewards_TxG.shape}, wanted is (tasks, group): "
+                         "reshape them so that a row holds the rollouts of one task")
+    if valid_TxG.shape != rewards_TxG.shape or valid_TxG.dtype != bool:
+        raise ValueError(f"valid is {valid_TxG.dtype} {valid_TxG.shape}, the rewards have shape "
+                         f"{rewards_TxG.shape}: give one bool for each reward")
     valid_TxG = valid_TxG & jnp.isfinite(rewards_TxG)
     rewards_TxG = jnp.where(valid_TxG, rewards_TxG, 0.0).astype(jnp.float32)
     n_T = valid_TxG.sum(1).astype(jnp.float32)

@@ -308,6 +308,8 @@ MESH = textwrap.dedent("""
 
 
 def test_other_device_counts_read_the_same_bits(tmp_path):
+    """google/orbax#648, #678, #1110: what a large mesh saved could not be opened with fewer
+    devices. Written by 8; read by 2 and by 1, in processes of their own."""
     for devices, mode in ((8, "save"), (2, "read"), (1, "read")):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu",
                        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}

@@ -102,7 +102,7 @@ def test_segments_of_packed_rows_get_numbers_of_their_own():
     segments = np.array([[1, 2, 3, 4], [1, 1, 2, 0], [0, 0, 0, 0]], np.int32)
     numbers = np.asarray(segment_numbers(jnp.asarray(segments)))
     assert numbers.dtype == np.int32 and numbers.min() >= 0 and numbers.max() < segments.size
-    names = {(row, segments[row, i]): set() for row in range(2) for i in range(4) if segments[row, i]}
+    names = {(row, segment): set() for row in range(2) for segment in segments[row] if segment}
     for row, column in np.argwhere(segments > 0):
         names[row, segments[row, column]].add(numbers[row, column])
     assert all(len(found) == 1 for found in names.values())

@@ -22,7 +22,8 @@ MEANS = {
 
 def drawn(rng, tasks=2):
     """Of one update, the counts as large as those of a real one."""
-    values = {f.name: np.float32(rng.integers(0, 2 ** 20)) for f in dataclasses.fields(UpdateMetrics)}
+    values = {field.name: np.float32(rng.integers(0, 2 ** 20))
+              for field in dataclasses.fields(UpdateMetrics)}
     values |= {name: np.int32(rng.integers(0, 9)) for name in COUNTS}
     values["n_dead"] = np.minimum(values["n_dead"], values["n_judged"])
     values |= {name: rng.random(tasks).astype(np.float32) for name in ("mean_T", "var_T")}

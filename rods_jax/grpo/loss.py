@@ -65,8 +65,8 @@ class LossConfig:
     """ratio: of a token or of its sequence. clip_low, clip_high: the ratio's band around 1.
     dual_clip: above 1, or None. constant_length: tokens, the divisor under CONSTANT.
     kl_cap: bound on |KL| of a token. truncated_importance: cap of the sampler correction,
-    None for the plain ratio to the sampler. mask_truncated: rollouts that hit a limit carry no loss (they stay in
-    their group's statistics)."""
+    None for the plain ratio to the sampler. mask_truncated: rollouts that hit a limit carry
+    no loss (they stay in their group's statistics)."""
 
     ratio: RatioLevel = RatioLevel.TOKEN
     clip_low: float = 0.2

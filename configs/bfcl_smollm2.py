@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
         steps=2,
         tasks_per_step=6,
         group_size=6,
-        rows=1,
+        batch=dict(rows=1),
         tasks=dict(suite="bfcl", domains=("GorillaFileSystem", "TradingBot"), seeds=12, held_in=4),
         policy=dict(source="smollm2", shots=1, remat="layer"),
         sampler=dict(slots=18, max_len=1024, prompt_len=768, max_new=64, sharers=6, prompts=4,

@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
         steps=100,
         tasks_per_step=16,
         group_size=8,
-        rows=1,
+        batch=dict(rows=1),
         tasks=dict(seeds=200, held_in=40),
         policy=dict(source="hf", path="models/policy", lora=dict(rank=16, alpha=32.0),
                     remat="layer"),

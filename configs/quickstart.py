@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
         tasks_per_step=16,
         group_size=16,
         minibatches=minibatches,
-        rows=8,
+        batch=dict(rows=8, prompts=4),
         tasks=dict(suite="toolbox", seeds=100, held_in=400),
         policy=dict(source="compact", d_model=128, n_layers=3, n_heads=4, n_kv_heads=4, d_ff=384,
                     slots=16),

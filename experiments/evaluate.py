@@ -71,7 +71,7 @@ def evaluate_checkpoint(config: RunConfig, path: pathlib.Path | None, host: dict
     from rods_jax.policy import build, restored, split
     from rods_jax.rollout.engine import Engine
     from rods_jax.rollout.weights import make_weights
-    from rods_jax.train import FREE_OF_WEIGHTS, check_config
+    from rods_jax.resume import FREE_OF_WEIGHTS, check_config
     if path:
         check_config(path, host, config, ("policy",), FREE_OF_WEIGHTS)
     parts = build(config)

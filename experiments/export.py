@@ -83,7 +83,7 @@ def export(config: RunConfig, args: argparse.Namespace, host: Any) -> dict[str, 
     from rods_jax.models.hf.export import export as export_model
     from rods_jax.policy import build, restored
     from rods_jax.text.tokenizer_files import read_gguf, write_tokenizer
-    from rods_jax.train import FREE_OF_WEIGHTS, check_config
+    from rods_jax.resume import FREE_OF_WEIGHTS, check_config
     if host is not None:
         check_config(args.checkpoint, host, config, ("policy",), FREE_OF_WEIGHTS)
     parts = build(config)

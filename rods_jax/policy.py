@@ -14,6 +14,7 @@ import numpy as np
 
 from rods_jax import checkpoint
 from rods_jax.config import UserError
+from rods_jax.learner import trained
 from rods_jax.models import lora
 from rods_jax.models.config import CHOICES, ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
@@ -62,12 +63,6 @@ def build(config: RunConfig) -> Parts:
     # Runs of any seed may share one warm start, so its first weights are its own.
     seed = config.seed if config.warm_start is None else config.warm_start.seed
     return _compact(config.policy, suite, jax.random.key(seed))
-
-
-def trained(decoder: Decoder, params: Any) -> tuple[Any, Any]:
-    """(frozen, trained) parts of the tree of weights: with LoRA the adapters are trained,
-    else all, and frozen is None."""
-    return lora.split(params) if decoder.config.lora else (None, params)
 
 
 def restored(parts: Parts, policy: PolicyConfig, path: pathlib.Path) -> Any:

@@ -183,9 +183,31 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BatchConfig:
+    """How trajectories are packed for an update, see BatchShape in grpo/batch.py; of all
+    devices together. rows: of a micro-batch. length: tokens of a row, 0: sampler.max_len.
+    Rows are what each rollout has after the prompt of its group; a smaller length than max_len
+    needs sampler.max_own. prompts: how many are computed at a time; 0: each rollout is trained
+    with a prompt of its own. alone: one rollout a row, for the kernels of TPUs. lengths: shorter
+    ones that micro-batches may have."""
+
+    rows: int = 16
+    length: int = 0
+    prompts: int = 1
+    alone: bool = False
+    lengths: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        _positive(self, "rows")
+        for name in ("length", "prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"batch.{name} is {getattr(self, name)}: give 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """tasks_per_step T, group_size K, minibatches: optimizer steps a batch of T is split
-    into; rows: rows of `sampler.max_len` tokens in a micro-batch of the update.
+    into; batch: how each is packed.
     synthesis_on: False is the static baseline, whatever the stages say.
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
@@ -198,7 +220,7 @@ class RunConfig:
     tasks_per_step: int = 32
     group_size: int = 16
     minibatches: int = 1
-    rows: int = 16
+    batch: BatchConfig = BatchConfig()
     platform: Platform = Platform.CPU
     mesh: MeshConfig = MeshConfig()
     tasks: TasksConfig = TasksConfig()
@@ -223,7 +245,7 @@ class RunConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
-        _positive(self, "steps", "tasks_per_step", "group_size", "minibatches", "rows", "queue",
+        _positive(self, "steps", "tasks_per_step", "group_size", "minibatches", "queue",
                   "keep_checkpoints")
         for name in ("admit_every", "checkpoint_every"):
             if getattr(self, name) < 0:
@@ -255,8 +277,24 @@ class RunConfig:
 
 
 def batch_shape(config: RunConfig, rows_each: int = 1) -> BatchShape:
-    """Of the batch of one update. rows_each: most rows of ids that a rollout has."""
+    """Of the batch of one update. rows_each: most rows of ids that a rollout has; above 1 the
+    chat format rewrites what was said. ValueError where a rollout might not fit a row."""
+    batch, sampler = config.batch, config.sampler
+    length = batch.length or sampler.max_len
+    if length < sampler.max_len:
+        # A row begins with the last token of what its group shares.
+        own = sampler.max_len if sampler.max_own is None else sampler.max_own + 1
+        if not batch.prompts or rows_each > 1:
+            raise ValueError(f"batch.length {length} is below sampler.max_len {sampler.max_len}, "
+                             "but rows may be whole rollouts here: leave it at 0")
+        if own > length:
+            raise ValueError(f"batch.length {length} does not hold what a rollout may have after "
+                             f"its prompt: set sampler.max_own to {length - 1} or less")
     tasks = config.tasks_per_step // config.minibatches
+    at_once = min(batch.prompts, -(-tasks // config.mesh.parts) * config.mesh.parts) or tasks
+    # Were no two rollouts to fit into one row.
+    micro = -(-tasks // at_once) * -(-at_once * config.group_size * rows_each // batch.rows)
     return BatchShape(
-        micro=-(-tasks * config.group_size * rows_each // config.rows), rows=config.rows,
-        length=config.sampler.max_len, tasks=tasks, group=config.group_size)
+        micro=micro, rows=batch.rows, length=length, tasks=tasks, group=config.group_size,
+        prompts=at_once if batch.prompts else 0, prompt=sampler.prompt_len if batch.prompts else 0,
+        parts=config.mesh.parts, alone=batch.alone, lengths=batch.lengths)

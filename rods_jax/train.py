@@ -15,23 +15,21 @@ import functools
 import pathlib
 import time
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo import tally
-from rods_jax.grpo.batch import pack
-from rods_jax.grpo.update import init_state, make_optimizer, make_update
+from rods_jax.learner import Learner, trainer_mesh
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
-from rods_jax.policy import build, check_model, model_files, model_shape, split, trained
+from rods_jax.policy import build, check_model, model_files, model_shape, split
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
-from rods_jax.rollout.weights import make_weights
+from rods_jax.resume import check_config
+from rods_jax.rollout.weights import local_mesh, make_weights
 from rods_jax.run_config import RunConfig, batch_shape
 from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.task_pool import Origin
@@ -43,12 +41,6 @@ from rods_jax.warm_start import warm_start
 
 ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
 SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
-# Fields that decide nothing a step computes, so a resumed run may change them; what lies at
-# policy.path is compared itself.
-FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "workers",
-                  "policy.path")
-# Fields of a policy that decide nothing of its weights.
-FREE_OF_WEIGHTS = ("policy.path", "policy.attention", "policy.remat", "policy.compute_dtype")
 
 
 @dataclasses.dataclass
@@ -81,7 +73,8 @@ def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
 
 
 class Run:
-    """State of a run between steps: device trees `train` and `pool`, host tables beside."""
+    """State of a run between steps: device trees of the learner and the pool, host tables
+    beside."""
 
     def __init__(self, config: RunConfig, folder: pathlib.Path, cache: pathlib.Path):
         config.check_training()
@@ -89,9 +82,11 @@ class Run:
         self.parts = build(config)
         suite = self.parts.suite
         self.host = make_host(suite, config.tasks.spec(), config.workers)
-        decoder, self.weights = make_weights(self.parts.decoder, config.rollout_weights)
+        mesh = trainer_mesh(config.mesh)
+        mesh = mesh and local_mesh(mesh, config.mesh.tensor)
+        decoder, self.weights = make_weights(self.parts.decoder, config.rollout_weights, mesh)
         self.engine = Engine(decoder, config.sampler, config.engine, self.parts.chat,
-                             suite, self.host)
+                             suite, self.host, mesh)
         self.table = TaskTable(lambda task: make_prompt(task, suite, self.parts.chat))
         self.held_in = split(suite, "held_in", config.tasks.held_in)
         self.new_structures = split(suite, "new_structures", config.tasks.held_in // 2) \
@@ -112,20 +107,17 @@ class Run:
         self.engine.check([make_prompt(task, suite, self.parts.chat)
                            for task in [*self.seeds, *self.held_in, *self.new_structures]])
 
-        params = jax.tree.map(jnp.asarray, self.parts.params)
-        if config.warm_start is not None:
-            params, _ = warm_start(config, self.parts, cache, report_warm_start)
-        self.parts = dataclasses.replace(self.parts, params=None)  # the state owns them now
-        optimizer = make_optimizer(config.optimizer)
-        self.update = jax.jit(make_update(self.parts.decoder, config.update, optimizer),
-                              donate_argnums=0)
-        frozen, own = trained(self.parts.decoder, params)
-        self.train = init_state(own, optimizer, config.update.loss.kl_coef > 0, frozen)
-        self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
         # Where the chat format rewrites earlier turns, each turn is a row of its own.
         # A variant may have a turn more than its seed.
         rows_each = max(len(t.turns) for t in self.seeds) + 1 if self.parts.chat.rewrites else 1
-        self.shape = batch_shape(config, rows_each)
+        shape = batch_shape(config, rows_each)
+        params = self.parts.params
+        if config.warm_start is not None:
+            params, _ = warm_start(config, self.parts, cache, report_warm_start)
+        self.parts = dataclasses.replace(self.parts, params=None)  # the state owns them now
+        self.learner = Learner(config, self.parts.decoder, params, shape)
+        frozen = self.learner.state.frozen
+        self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
 
         self.programs = _pool_programs(config)
         self.pool = task_pool.init(config.pool, config.sampler.prompt_len)
@@ -139,7 +131,8 @@ class Run:
 
     def warm_up(self) -> int:
         """Compiles what later steps may be the first to use; how many are the rollouts'."""
-        params, _ = self.weights.publish(self.train.params, self.train.frozen)
+        state = self.learner.state
+        params, _ = self.weights.publish(state.params, state.frozen)
         self.programs.unseen(self.pool, self.epoch_start, np.ones(len(CATEGORIES), bool))
         self.programs.retire(self.pool, self.step)
         self.programs.revive(self.pool)
@@ -235,12 +228,13 @@ class Run:
         if not prompts:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
                             "stage: raise tasks.seeds or change the stage")
-        params, publish_s = self.weights.publish(self.train.params, self.train.frozen)
+        state = self.learner.state
+        params, publish_s = self.weights.publish(state.params, state.frozen)
         groups, rolled = self.engine.run(params, prompts, config.group_size, rollout_key,
                                          config.update.temperature, config.tasks.hints)
-        del params  # the update needs the room
+        del params, state  # the update needs the room
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
-        updates = self._update(groups, rewards_TxG)
+        updates = self.learner.step(groups, rewards_TxG)
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
         self.pool = self.programs.update_stats(
             self.pool, draw.indices_T, draw.uids_T, stats, self.step)
@@ -276,16 +270,6 @@ class Run:
                 if trajectory.end.usable:
                     rewards_TxG[t, g] = rewards.reward(kind, trajectory, prompt.task)
         return rewards_TxG, valid_TxG
-
-    def _update(self, groups: list[list[Trajectory]], rewards_TxG: np.ndarray) -> list[Any]:
-        size, found = self.shape.tasks, []
-        for start in range(0, self.config.tasks_per_step, size):
-            batch = pack(groups[start:start + size], rewards_TxG[start:start + size], self.shape,
-                         drop_dead=not self.config.update.dead_carry_loss,
-                         var_floor=self.config.update.advantage.var_floor)
-            self.train, metrics = self.update(self.train, batch)
-            found.append(metrics)
-        return jax.device_get(found)
 
     def _metrics(self, groups, prompts, rewards_TxG, valid_TxG, zones_T, updates,
                  rolled: RolloutStats, wall_s: float) -> dict[str, Any]:
@@ -327,7 +311,8 @@ class Run:
     def evaluate(self, greedy: bool) -> dict[str, EvalResult]:
         """Held-in tasks; with `transfer` in the config those of unseen structures too."""
         sets = {"held_in": self.held_in, "new_structures": self.new_structures}
-        params, _ = self.weights.publish(self.train.params, self.train.frozen)
+        state = self.learner.state
+        params, _ = self.weights.publish(state.params, state.frozen)
         return {f"{name}_{way}": result for name, tasks in sets.items() if tasks
                 for way, result in evaluate_ways(self.engine, params, tasks,
                                                  self.config.seed, greedy).items()}
@@ -346,15 +331,15 @@ class Run:
 
     def _arrays(self) -> dict[str, Any]:
         """What steps change. Frozen weights are read from where they came from."""
-        return {"train": self.train.replace(frozen=None), "pool": self.pool}
+        return {"train": self.learner.state.replace(frozen=None), "pool": self.pool}
 
     def resume(self, path: pathlib.Path) -> None:
         """Takes up a checkpoint of the same config (see `check_config`). Raises
         CheckpointError."""
         restored = checkpoint.restore(path, self._arrays())
-        host, frozen = restored.host, self.train.frozen
+        host, frozen = restored.host, self.learner.state.frozen
         check_model(self.config.policy, self.parts.decoder.config, frozen, host, path)
-        self.train = restored.arrays["train"].replace(frozen=frozen)
+        self.learner.state = restored.arrays["train"].replace(frozen=frozen)
         self.pool = restored.arrays["pool"]
         self.step, self.epoch = host["step"], host["epoch"]
         self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
@@ -372,39 +357,6 @@ def _call_error_share(trajectories: list[Trajectory]) -> float | None:
     outcomes = [outcome for t in trajectories for outcome in t.outcomes]
     calls = sum(outcome.n_calls for outcome in outcomes)
     return sum(outcome.n_errors for outcome in outcomes) / calls if calls else None
-
-
-def check_config(path: pathlib.Path, host: Json, config: RunConfig,
-                 fields: Iterable[str] = (), free: Iterable[str] = FREE_ON_RESUME) -> None:
-    """Raises UserError, naming the field, where a checkpoint's config is not `config`; looks
-    at these fields, or at all, and passes over those that are `free`."""
-    if "config" not in host:
-        raise UserError(f"{path}: is not the checkpoint of a training run; give one of those "
-                        "that experiments.train wrote")
-    mine, theirs = (_without(values, free) for values in (to_json(config), host["config"]))
-    for field in fields or sorted(mine.keys() | theirs.keys()):
-        if theirs.get(field) != mine.get(field):
-            raise UserError(f"{path}: was written with another config.{field} "
-                            f"({_first_difference(theirs.get(field), mine.get(field))}); give "
-                            "the run's own settings, as --config with its config.json does")
-
-
-def _without(values: dict[str, Json], fields: Iterable[str]) -> dict[str, Json]:
-    """A copy that lacks these fields; "a.b" is the field b of the group a."""
-    values = {name: dict(value) if isinstance(value, dict) else value
-              for name, value in values.items()}
-    for field in fields:
-        group, _, name = field.rpartition(".")
-        (values.get(group, {}) if group else values).pop(name, None)
-    return values
-
-
-def _first_difference(theirs: Json, mine: Json) -> str:
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for name in mine:
-            if theirs.get(name) != mine[name]:
-                return f"{name}: {_first_difference(theirs.get(name), mine[name])}"
-    return f"{theirs!r} then, {mine!r} now"
 
 
 def report_warm_start(done: int, passes: int, loss: float) -> None:

@@ -146,7 +146,7 @@ def assert_follows_its_replay(trajectory, task, **limits):
 
 
 FIELDS = dict(
-    seed=0, steps=4, tasks_per_step=4, group_size=4, minibatches=2, rows=4,
+    seed=0, steps=4, tasks_per_step=4, group_size=4, minibatches=2, batch=dict(rows=4, prompts=2),
     tasks=dict(seeds=8, held_in=8),
     policy=dict(d_model=32, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=64, slots=8),
     warm_start=dict(traces=16, passes=20, batches=2, rows=4, lr=1e-2),

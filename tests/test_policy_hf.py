@@ -39,7 +39,7 @@ TOKENIZER = small_tokenizer(
     + [turn.user for task in SUITE.split("train")[:50] for turn in task.turns]
     + [(TEMPLATES / "qwen3.jinja").read_text()] * 3, (GOOD, BAD, THOUGHT), pieces=1400)
 LIKELY = {"<|im_end|>": 5.0, GOOD: 5.0, BAD: 4.5, THOUGHT: 4.5}
-SETS = {"steps": 2, "tasks_per_step": 4, "group_size": 4, "rows": 4, "tasks.seeds": 8,
+SETS = {"steps": 2, "tasks_per_step": 4, "group_size": 4, "batch.rows": 4, "tasks.seeds": 8,
         "tasks.held_in": 2, "sampler.slots": 16, "sampler.max_new": 4, "sampler.sharers": 4,
         "sampler.prefill": ((2, 128),), "sampler.extend": ((8, 128),), "sampler.prompt_len": 2048,
         "sampler.max_len": 2240, "sampler.cache_sizes": (), "engine.max_steps": 2,

@@ -255,11 +255,11 @@ class Stepper:
         policy = dict(d_model=16, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=32, slots=8)
         self.run = Run(tiny_config(synthesis_on=False, minibatches=1, warm_start=None,
                                    policy=policy), folder / "run", folder / "cache")
-        self._train = self.run.train.replace(
-            params=caller(self.run.train.params, self.run.parts.chat))
+        state = self.run.learner.state
+        self._train = state.replace(params=caller(state.params, self.run.parts.chat))
         self._pool = self.run.pool
-        self._engine_run, self._update = self.run.engine.run, self.run.update
-        self.run.engine.run, self.run.update = self._seen_run, self._seen_update
+        self._engine_run, self._update = self.run.engine.run, self.run.learner.update
+        self.run.engine.run, self.run.learner.update = self._seen_run, self._seen_update
 
     def _seen_run(self, *given):
         self.groups, stats = self._engine_run(*given)
@@ -271,7 +271,7 @@ class Stepper:
 
     def __call__(self, host):
         run = self.run
-        run.train, run.pool = jax.tree.map(jnp.copy, self._train), self._pool
+        run.learner.state, run.pool = jax.tree.map(jnp.copy, self._train), self._pool
         run.step = run.epoch = run.epoch_start = run.last_admission = 0
         run.counters, run.host, run.engine.host = Counters(), host, host
         try:
@@ -279,7 +279,7 @@ class Stepper:
         finally:
             host.close()
             assert_all_free(run.engine)
-        return Step(row, self.groups, self.valid_TxG, jax.device_get(run.train.params))
+        return Step(row, self.groups, self.valid_TxG, jax.device_get(run.learner.state.params))
 
 
 @pytest.fixture(scope="module")

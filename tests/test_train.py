@@ -125,7 +125,7 @@ def test_what_entered_the_pool_is_new_and_not_held_out(run):
 def test_rollouts_of_a_trained_policy_follow_their_replay(run):
     run, _ = run
     make = lambda task: make_prompt(task, run.parts.suite, run.parts.chat)  # noqa: E731
-    groups, _ = run.engine.run(run.train.params, [make(task) for task in run.held_in], 4,
+    groups, _ = run.engine.run(run.learner.state.params, [make(task) for task in run.held_in], 4,
                                jax.random.key(3), 1.0)
     for group, task in zip(groups, run.held_in):
         for trajectory in group:
@@ -278,7 +278,7 @@ def resumed(folder, whole, programs):
 def test_interrupted_equals_uninterrupted(whole, resumed, run):
     assert rows_of(resumed[0]) == rows_of(whole[0])
     assert host_of(resumed[0]) == host_of(whole[0])
-    like = {"train": run[0].train, "pool": run[0].pool}
+    like = {"train": run[0].learner.state, "pool": run[0].pool}
     left, right = (checkpoint.restore(path / "checkpoints", like) for path in (whole[0], resumed[0]))
     assert left.step == right.step == 4
     for one, other in zip(jax.tree.leaves(left.arrays), jax.tree.leaves(right.arrays)):

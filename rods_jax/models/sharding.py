@@ -43,6 +43,11 @@ class MeshConfig:
     def size(self) -> int:
         return math.prod(getattr(self, axis) for axis in MESH_AXES)
 
+    @property
+    def parts(self) -> int:
+        """How many parts a batch is split in, prompts with the rows that share them."""
+        return self.data * self.fsdp
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:

@@ -93,7 +93,7 @@ class _Rollout:
         self.group, self.sample, self.handle, self.row = group, sample, handle, row
         self.task = prompt.task
         self.dialogue = prompt.dialogue.clone()
-        self.tokens = list(prompt.ids)
+        self.tokens, self.prompt_len = list(prompt.ids), len(prompt.ids)
         self.author = [Author.PROMPT] * len(prompt.ids)
         self.logprobs = [0.0] * len(prompt.ids)
         self.message: list[int] = []  # the assistant message being sampled
@@ -295,7 +295,13 @@ class Engine:
 
     def _budget(self, rollout: _Rollout) -> int:
         return min(self.sampler.max_new - len(rollout.message),
-                   self.sampler.max_len - len(rollout.row.ids))
+                   self._longest(rollout) - len(rollout.row.ids))
+
+    def _longest(self, rollout: _Rollout) -> int:
+        """Tokens that a row of it may have."""
+        own = self.sampler.max_own
+        return self.sampler.max_len if own is None else min(
+            self.sampler.max_len, rollout.prompt_len + own)
 
     # ------------------------------------------------------------------ environments
 
@@ -356,13 +362,13 @@ class Engine:
 
     def _insert(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
         # One token must be left to sample, or the message could not even be empty.
-        if len(rollout.row.ids) + len(ids) >= self.sampler.max_len:
+        if len(rollout.row.ids) + len(ids) >= self._longest(rollout):
             return EndReason.TOKEN_LIMIT
         rollout.insert(ids)
         return None
 
     def _begin_row(self, rollout: _Rollout, ids: Sequence[int]) -> EndReason | None:
-        if len(ids) >= self.sampler.max_len:
+        if len(ids) >= self._longest(rollout):
             return EndReason.TOKEN_LIMIT
         rollout.begin_row(ids)
         self.slots.restart(rollout.row, ids, rollout.who)

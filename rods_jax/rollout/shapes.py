@@ -28,6 +28,7 @@ class SamplerConfig:
     max_len: int = 256  # longest row: prompt and all that comes after
     prompt_len: int = 96  # longest prompt (system, tools, first user turn)
     max_new: int = 24  # longest assistant message
+    max_own: int | None = None  # most that a row has after its prompt; None: what max_len leaves
     sharers: int = 16  # rollouts that share one copy of a prompt's K/V; best the group's size
     prompts: int = 8  # prompts of prompt_len held for sharing; slots beyond their rows stay empty
     prefill: tuple[tuple[int, int], ...] = ((2, 32),)  # (rows, tokens) of prompts run at once
@@ -55,6 +56,9 @@ class SamplerConfig:
             raise ValueError(
                 f"sampler.prompt_len {self.prompt_len} + max_new {self.max_new} exceeds "
                 f"max_len {self.max_len}: raise max_len or shorten the others")
+        if self.max_own is not None and self.max_own < self.max_new:
+            raise ValueError(f"sampler.max_own {self.max_own} is below max_new {self.max_new}: "
+                             "raise it")
         if not 0 <= self.straggler_share < 1:
             raise ValueError("sampler.straggler_share must lie in [0, 1)")
         for name in ("slots", "prompt_len", "max_new", "sharers", "prompts", "page",

@@ -1,0 +1,99 @@
+"""The trainer's half of a run on its devices: the state, where it lies, and the jitted update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from rods_jax.grpo.batch import BatchShape, pack
+from rods_jax.grpo.optimizer import make_optimizer
+from rods_jax.grpo.sharded import batch_shardings, shard_update
+from rods_jax.grpo.tally import UpdateMetrics
+from rods_jax.grpo.update import TrainState, init_state, make_update
+from rods_jax.models import lora
+from rods_jax.models.decoder import Decoder
+from rods_jax.models.sharding import (
+    MeshConfig, ShardingRules, batch_sharding, make_mesh, param_shardings)
+from rods_jax.run_config import RunConfig
+from rods_jax.types import Trajectory
+
+
+def trainer_mesh(config: MeshConfig, devices: Sequence | None = None) -> Mesh | None:
+    """The mesh a config asks for; None for one device, which needs none."""
+    if config.size == 1 and devices is None:
+        return None
+    return make_mesh(config.data, config.fsdp, config.tensor, devices, config.context)
+
+
+def on_mesh(decoder: Decoder, mesh: Mesh | None) -> Decoder:
+    """The decoder that trains: rows lie over the mesh."""
+    rows = mesh and batch_sharding(mesh, over=ShardingRules().rows)
+    return decoder.clone(activations=rows)
+
+
+def trained(decoder: Decoder, params: Any) -> tuple[Any, Any]:
+    """(frozen, trained) parts of the tree of weights: with LoRA the adapters are trained,
+    else all, and frozen is None."""
+    return lora.split(params) if decoder.config.lora else (None, params)
+
+
+def first_state(config: RunConfig, decoder: Decoder, params: Any) -> TrainState:
+    """The state before the first update. It takes the weights' memory along."""
+    frozen, own = trained(decoder, params)
+    return init_state(own, make_optimizer(config.optimizer), config.update.loss.kl_coef > 0,
+                      frozen)
+
+
+def compiled_update(config: RunConfig, decoder: Decoder, shape: BatchShape, mesh: Mesh | None,
+                    state: TrainState) -> Callable:
+    """The jitted update, which takes the old state's memory. decoder: see on_mesh. state: or
+    its shapes."""
+    update = make_update(decoder, config.update, make_optimizer(config.optimizer), shape)
+    if mesh is None:
+        return jax.jit(update, donate_argnums=0)
+    return shard_update(update, mesh, state, shape)
+
+
+class Learner:
+    """Holds the state between updates; `state` may be replaced by one of the same shapes, which
+    is laid where it belongs. decoder: without a mesh. params: taken over, not copied."""
+
+    def __init__(self, config: RunConfig, decoder: Decoder, params: Any, shape: BatchShape):
+        self.mesh = trainer_mesh(config.mesh)
+        self._config, self._shape = config, shape
+        decoder = on_mesh(decoder, self.mesh)
+        self._state = self._placed(first_state(config, decoder, jax.tree.map(jnp.asarray, params)))
+        self.update = compiled_update(config, decoder, shape, self.mesh, self._state)
+
+    @property
+    def state(self) -> TrainState:
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = self._placed(state)
+
+    def _placed(self, state: TrainState) -> TrainState:
+        return state if self.mesh is None else jax.device_put(
+            state, param_shardings(state, self.mesh))
+
+    def step(self, groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
+             ) -> list[UpdateMetrics]:
+        """As many updates as the config makes minibatches of a step; their metrics, on the
+        host. groups, rewards: of all of the step's tasks, see batch.pack."""
+        size, found = self._shape.tasks, []
+        options = self._config.update
+        for start in range(0, self._config.tasks_per_step, size):
+            batch = pack(groups[start:start + size], rewards_TxG[start:start + size], self._shape,
+                         drop_dead=not options.dead_carry_loss,
+                         var_floor=options.advantage.var_floor)
+            if self.mesh is not None:
+                batch = jax.device_put(batch, batch_shardings(self.mesh, self._shape))
+            self._state, metrics = self.update(self._state, batch)
+            found.append(metrics)
+        return jax.device_get(found)

@@ -46,9 +46,11 @@ for _ in range(2):
     all8, m8 = spread(all8, many)
 gap = lambda a, b: float(max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
                              for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))))
+share = lambda a, b: max(gap(x, y) / max(1.0, float(np.abs(x).max()))  # of large sums
+                         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 print(json.dumps({
     "devices": jax.device_count(), "params": gap(one.params, all8.params),
-    "metrics": gap(m1, m8), "moved": gap(params, one.params),
+    "metrics": share(m1, m8), "moved": gap(params, one.params),
     "spread": str(all8.params["layers"]["q"].sharding.spec),
     "moments": all(a.sharding == b.sharding for a, b in zip(
         jax.tree.leaves(all8.params), jax.tree.leaves(all8.opt_state[1].trace))),
@@ -60,7 +62,7 @@ import json
 import jax, jax.numpy as jnp, numpy as np
 from grpo_cases import small_batch, tiny_decoder
 from rods_jax.grpo.batch import BatchShape, pack
-from rods_jax.grpo.loss import LossConfig
+from rods_jax.grpo.loss import LossConfig, RatioLevel
 from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
 from rods_jax.grpo.sharded import batch_shardings, shard_update
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update
@@ -76,12 +78,15 @@ frozen, adapters = lora.split(params)
 optimizer = make_optimizer(OptimizerConfig(lr=0.02, weight_decay=0.1))
 state = init_state(adapters, optimizer, True, frozen)
 batch = pack(*small_batch(1), shape, drop_dead=False)
-update = make_update(decoder, UpdateConfig(loss=LossConfig(kl_coef=0.1), logit_chunk=8), optimizer)
+loss = LossConfig(kl_coef=0.1, ratio=RatioLevel.SEQUENCE)
+update = make_update(decoder, UpdateConfig(loss=loss, logit_chunk=8), optimizer)
 alone, one = jax.jit(update), state
 for _ in range(2):
     one, m1 = alone(one, batch)
 gap = lambda a, b: float(max(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()
                              for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))))
+share = lambda a, b: max(gap(x, y) / max(1.0, float(np.abs(x).max()))  # of large sums
+                         for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
 results = {"moved": gap(adapters, one.params), "leaves": len(jax.tree.leaves(adapters))}
 for name, sizes in {"fsdp": (1, 8, 1), "tensor": (4, 1, 2), "both": (2, 2, 2)}.items():
     mesh = make_mesh(*sizes)
@@ -92,7 +97,7 @@ for name, sizes in {"fsdp": (1, 8, 1), "tensor": (4, 1, 2), "both": (2, 2, 2)}.i
     for _ in range(2):
         all8, m8 = spread(all8, jax.device_put(batch, batch_shardings(mesh, shape)))
     results[name] = {
-        "params": gap(one.params, all8.params), "metrics": gap(m1, m8),
+        "params": gap(one.params, all8.params), "metrics": share(m1, m8),
         "frozen": gap(frozen, all8.frozen),
         "kept": parts == [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
                           for x in jax.tree.leaves(all8.frozen)],

@@ -133,6 +133,15 @@ def test_rollouts_of_a_trained_policy_follow_their_replay(run):
     assert any(outcome.n_calls for group in groups for t in group for outcome in t.outcomes)
 
 
+def test_what_an_update_trained_on_is_counted_by_who_wrote_it(run):
+    _, rows = run
+    for row in rows:
+        for author in ("prompt", "sampled"):  # groups without variance are not packed
+            assert (row[f"tokens_{author}"] > 0) == (row["dead_share"] < 1)
+        assert row["tokens_inserted"] >= 0 and type(row["tokens_inserted"]) is int
+    assert any(row["tokens_inserted"] for row in rows)
+
+
 def test_looking_into_a_run_does_not_change_it(whole, run):
     _, rows = run
     for row, other in zip(rows, metrics.read(whole[0] / metrics.FILE)):

@@ -36,8 +36,8 @@ def read_weights(folder):
     return weights
 
 
-def make(folder):
-    folder, seconds = pathlib.Path(folder), float(sys.argv[1])
+def scorer(folder):
+    """score(tokens) of the weights in a folder."""
     keys, weights = json.loads((folder / "config.json").read_text()), read_weights(folder)
     config = types.SimpleNamespace(
         n_layers=keys["num_hidden_layers"], n_heads=keys["num_attention_heads"],
@@ -51,6 +51,12 @@ def make(folder):
             logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
             found.append(logprobs[np.arange(len(row) - 1), row[1:]].tolist())
         return {"logprobs": found}
+
+    return score
+
+
+def make(folder):
+    seconds, score = float(sys.argv[1]), scorer(pathlib.Path(folder))
 
     def run(prompt, tools, group, new, times=1):
         assert all(len(result) == group for result in tools)

@@ -1,9 +1,11 @@
-"""Speed side by side: `python -m experiments.bench tools|rollout [--json FILE]`.
+"""Speed side by side: `python -m experiments.bench tools|rollout|update [--json FILE]`.
 
 tools    replays and scores the gold calls of all BFCL multi-turn tasks, here and with the
          checker of the package bfcl-eval.
 rollout  samples the same tokens from the same weights here, with Hugging Face transformers'
          generate and with google-tunix's sampler. `make bench-peers` installs those two.
+update   takes the same GRPO update of the same weights here, with torch the way TRL's trainer
+         does and with google-tunix's log-probs; the same two.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from experiments.bench import tools
 from experiments.bench.cases import CASES
 from experiments.bench.peers import FOLDER, PeerName, python_of
+from experiments.bench.update_cases import UPDATE_CASES
 from rods_jax.config import UserError, check_out, run_main, write_json
 from rods_jax.tools.host import Outage
 from rods_jax.types import Json
@@ -28,38 +31,46 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m experiments.bench", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = arguments.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, help_, run, table in (
-            ("tools", "BFCL tasks, here and in bfcl-eval",
+    for name, help_, repeats, run, table in (
+            ("tools", "BFCL tasks, here and in bfcl-eval", 5,
              lambda args: tools.bench_tools(args.repeats), lambda: tools.tools_table),
-            ("rollout", "sampling, here, in transformers and in tunix", _rollout, _rollout_table)):
+            ("rollout", "sampling, here, in transformers and in tunix", 5,
+             _rollout, _rollout_table),
+            ("update", "a GRPO update, here, as TRL does it and in tunix", 3,
+             _update, _update_table)):
         command = commands.add_parser(name, help=help_)
-        command.add_argument("--repeats", type=int, default=5,
-                             help="counted passes, after one for warm-up (default 5)")
+        command.add_argument("--repeats", type=int, default=repeats,
+                             help="counted passes, after one for warm-up (default %(default)s)")
         command.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
         command.set_defaults(run=run, table=table)
-    _peer_options(commands.choices["rollout"])
+    _peer_options(commands.choices["rollout"], [*(case.name for case in CASES), SLOW])
+    _peer_options(commands.choices["update"], [case.name for case in UPDATE_CASES])
     return arguments
 
 
-def _peer_options(rollout: argparse.ArgumentParser) -> None:
+def _peer_options(command: argparse.ArgumentParser, cases: Sequence[str]) -> None:
     names = [name.value for name in PeerName]
-    rollout.add_argument("--peers", type=pathlib.Path, default=FOLDER, metavar="FOLDER",
+    command.add_argument("--peers", type=pathlib.Path, default=FOLDER, metavar="FOLDER",
                          help=f"what `make bench-peers` made (default {FOLDER})")
     for name in names:
-        rollout.add_argument(f"--{name}-python", type=pathlib.Path, metavar="PYTHON",
+        command.add_argument(f"--{name}-python", type=pathlib.Path, metavar="PYTHON",
                              help=f"the Python that has {name}, in place of the folder's")
-    rollout.add_argument("--without", choices=names, action="append", default=[],
+    command.add_argument("--without", choices=names, action="append", default=[],
                          help="leaves a peer out; its ratios are then null")
-    cases = [*(case.name for case in CASES), SLOW]
-    rollout.add_argument("--cases", nargs="+", choices=cases, default=cases,
+    command.add_argument("--cases", nargs="+", choices=cases, default=cases,
                          help="the other cases' figures are then null (default: all)")
 
 
-def _rollout(args: argparse.Namespace) -> dict[str, Json]:
-    pythons = {name: python_of(name, args.peers, getattr(args, f"{name.value}_python"))
-               for name in PeerName if name.value not in args.without}
-    # Before anything imports jax: the peers are compared with on the CPU.
+def _pythons(args: argparse.Namespace) -> dict[PeerName, pathlib.Path]:
+    """Of the peers that take part. Call it before anything imports jax: they are compared with
+    on the CPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    return {name: python_of(name, args.peers, getattr(args, f"{name.value}_python"))
+            for name in PeerName if name.value not in args.without}
+
+
+def _rollout(args: argparse.Namespace) -> dict[str, Json]:
+    pythons = _pythons(args)
     from experiments.bench import rollout, slow_tools
     from rods_jax.models.decoder import Decoder
     found = rollout.bench_rollout(rollout.Plan(
@@ -79,6 +90,20 @@ def _rollout_table():
     from experiments.bench.slow_tools import lines
     return lambda found: "\n".join(
         [*(lines(found["slow_tools"]) if found["slow_tools"] else ()), rollout_table(found)])
+
+
+def _update(args: argparse.Namespace) -> dict[str, Json]:
+    pythons = _pythons(args)
+    from experiments.bench import update
+    return update.bench_update(update.UpdatePlan(
+        cases=tuple(case for case in UPDATE_CASES if case.name in args.cases),
+        commands={name: update.update_command(name, python) for name, python in pythons.items()},
+        repeats=args.repeats))
+
+
+def _update_table():
+    from experiments.bench.update_table import update_table
+    return update_table
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -207,7 +207,7 @@ def passes(plan: Plan, decoder: Decoder, params, peers: Mapping[PeerName, Peer])
     for number in range(plan.repeats + 1):
         for name, sides in runs.items():
             told = []
-            for side in _rotated(tuple(sides), number):
+            for side in rotated(tuple(sides), number):
                 found = sides[side]()
                 seconds = found.total_s if isinstance(found, Phases) else found
                 told.append(f"{side.value} {seconds:.2f} s")
@@ -221,7 +221,8 @@ def passes(plan: Plan, decoder: Decoder, params, peers: Mapping[PeerName, Peer])
     return timed
 
 
-def _rotated(sides: tuple[Side, ...], by: int) -> tuple[Side, ...]:
+def rotated(sides: tuple, by: int) -> tuple:
+    """Another side first each time."""
     by %= len(sides)
     return sides[by:] + sides[:by]
 

@@ -35,13 +35,19 @@ def rollout_table(found: Mapping[str, Json]) -> str:
                                     for phase in ("prefill", "extend", "decode")), _shares(row)))
     lines.append(f"peaks: matmul {machine['matmul_gflops']:.0f} Gflop/s, memory "
                  f"{machine['bandwidth_gbs']:.1f} GB/s")
-    busy = machine["others_cores_busy"]
-    if busy is not None and busy > BUSY:
-        lines.append(f"other programs kept {busy:.1f} cores busy meanwhile: run it again alone")
+    lines += busy_lines(machine)
     lines += [f"{name}: tunix's sampler asks for {need['bytes'] / 1e9:.1f} GB, this machine has "
               f"{need['memory_bytes'] / 1e9:.1f} GB" for name, need in found["tunix_need"].items()]
     lines.append(_targets(found))
     return "\n".join(lines)
+
+
+def busy_lines(machine: Mapping[str, Json]) -> list[str]:
+    """A warning where other programs were busy while the figures were taken."""
+    busy = machine["others_cores_busy"]
+    if busy is None or busy <= BUSY:
+        return []
+    return [f"other programs kept {busy:.1f} cores busy meanwhile: run it again alone"]
 
 
 def _targets(found: Mapping[str, Json]) -> str:

@@ -21,7 +21,7 @@ help:
 	@echo "make bfcl-smollm2   SmolLM2-135M on the BFCL multi-turn tasks"
 	@echo "make models/smollm2 SmolLM2-135M as a Hugging Face folder"
 	@echo "make venv           only install, into $(VENV)"
-	@echo "make bench-peers    transformers and tunix, for python -m experiments.bench rollout"
+	@echo "make bench-peers    transformers and tunix, for python -m experiments.bench rollout|update"
 	@echo "make clean          remove $(VENV), $(BENCH) and caches; runs/ stays"
 	@echo
 	@echo "PYTHON=$(PYTHON) (3.11 or later), VENV=$(VENV), JOBS=$(JOBS)"

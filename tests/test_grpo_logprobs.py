@@ -11,11 +11,12 @@ import optax
 import pytest
 
 from rods_jax.grpo.advantage import AdvantageConfig
-from rods_jax.grpo.batch import PackedBatch
+from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.logprobs import permute_columns, predicted_mask, token_logprobs
 from rods_jax.grpo.loss import LossConfig
+from rods_jax.grpo.passes import Rows, micro_logprobs
 from rods_jax.grpo.supervised import make_supervised
-from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
+from rods_jax.grpo.update import UpdateConfig, init_state, make_update
 from rods_jax.models.attention import Segments
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
@@ -79,7 +80,8 @@ ONES = np.ones((ROWS, LENGTH), np.int32)
 
 
 def by_chunks(decoder, params, tokens, mask):
-    return micro_logprobs(decoder, params, tokens, POSITIONS, ONES, mask, 1.0, CHUNK, True)
+    rows = Rows(tokens, POSITIONS, ONES, ONES[:, 0])
+    return micro_logprobs(decoder, params, rows, (), mask, 1.0, CHUNK, True)
 
 
 def all_at_once(decoder, params, tokens, mask):
@@ -128,19 +130,16 @@ def test_in_a_decoder_chunks_equal_plain_and_hold_one_chunk_of_logits(tied, dtyp
                  got_grads, want_grads)
 
 
-def batch_shapes():
-    ids = jax.ShapeDtypeStruct((2, ROWS, LENGTH), jnp.int32)
-    group = lambda dtype: jax.ShapeDtypeStruct((2, 2), dtype)  # noqa: E731
-    like = lambda dtype: jax.ShapeDtypeStruct(ids.shape, dtype)  # noqa: E731
-    return PackedBatch(
-        tokens_MxRxL=ids, positions_MxRxL=ids, segments_MxRxL=ids, traj_MxRxL=ids,
-        sampled_MxRxL=like(bool), logprobs_MxRxL=like(jnp.float32),
-        rewards_TxG=group(jnp.float32), valid_TxG=group(bool), truncated_TxG=group(bool),
-        n_micro=jax.ShapeDtypeStruct((), jnp.int32))
+def batch_shapes(prompts=0):
+    """Of a batch of 2 micro-batches."""
+    shape = BatchShape(micro=2, rows=ROWS, length=LENGTH + 1, tasks=2, group=2, prompts=prompts,
+                       prompt=prompts and 8)
+    batch = pack([], np.zeros((2, 2)), shape, drop_dead=True)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-@pytest.mark.parametrize("supervised", [False, True])
-def test_a_whole_step_holds_one_chunk_of_logits(supervised):
+@pytest.mark.parametrize("supervised, prompts", [(False, 0), (False, 1), (True, 0)])
+def test_a_whole_step_holds_one_chunk_of_logits(supervised, prompts):
     decoder, _ = decoder_of()
     optimizer = optax.sgd(0.1)
     step = make_supervised(decoder, optimizer, CHUNK) if supervised else make_update(
@@ -148,7 +147,7 @@ def test_a_whole_step_holds_one_chunk_of_logits(supervised):
                               advantage=AdvantageConfig(dead_keep_kl=True)), optimizer)
     state = jax.eval_shape(lambda: init_state(
         init_params(decoder.config, jax.random.key(0)), optimizer, keep_reference=True))
-    text = jax.jit(step).lower(state, batch_shapes()).compile().as_text()
+    text = jax.jit(step).lower(state, batch_shapes(prompts)).compile().as_text()
     assert VOCAB * 16 < largest_array(text) <= ROWS * CHUNK * VOCAB
 
 

@@ -13,7 +13,8 @@ from loop_cases import CHAT, SUITE, assert_follows_its_replay, babbler
 from rods_jax import rewards
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.optimizer import OptimizerConfig, make_optimizer
-from rods_jax.grpo.update import UpdateConfig, init_state, make_update, micro_logprobs
+from rods_jax.grpo.passes import micro_logprobs, rows_at
+from rods_jax.grpo.update import UpdateConfig, init_state, make_update
 from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt, task_key
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.slots import Sampled
@@ -105,11 +106,11 @@ def test_logprobs_equal_a_full_forward_pass_over_the_packed_batch(played, policy
     batch = pack(groups, rewards_TxG, shape, drop_dead=True)
     sampled = sum(int((t.author_L == Author.SAMPLED).sum()) for g in groups for t in g)
     assert batch.sampled_MxRxL.sum() == sampled
-    score = jax.jit(lambda *row: micro_logprobs(decoder, params, *row, TEMPERATURE, 32, False)[0])
+    score = jax.jit(lambda batch, i: micro_logprobs(
+        decoder, params, rows_at(batch, i, shape.length, shape), (), batch.sampled_MxRxL[i],
+        TEMPERATURE, 32, False)[0])
     for i in range(int(batch.n_micro)):
-        scored = score(batch.tokens_MxRxL[i], batch.positions_MxRxL[i], batch.segments_MxRxL[i],
-                       batch.sampled_MxRxL[i])
-        np.testing.assert_allclose(scored, batch.logprobs_MxRxL[i], atol=1e-4)
+        np.testing.assert_allclose(score(batch, i), batch.logprobs_MxRxL[i], atol=1e-4)
 
     optimizer = make_optimizer(OptimizerConfig(lr=1e-3))
     update = jax.jit(make_update(decoder, UpdateConfig(temperature=TEMPERATURE), optimizer))

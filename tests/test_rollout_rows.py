@@ -9,7 +9,7 @@ from loop_cases import CHAT, FORGETFUL, SUITE, babbler
 
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.loss import LossConfig, token_weights
-from rods_jax.grpo.update import micro_logprobs
+from rods_jax.grpo.passes import micro_logprobs, rows_at
 from rods_jax.rollout.engine import Engine, EngineConfig, make_prompt
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.types import Author, EndReason, Trajectory
@@ -53,11 +53,11 @@ def test_the_sampler_scored_what_the_trainer_scores_row_by_row(played):
                  shape, drop_dead=False)
     sampled = sum(int((t.author_L == Author.SAMPLED).sum()) for g in groups for t in g)
     assert batch.sampled_MxRxL.sum() == sampled
-    score = jax.jit(lambda *row: micro_logprobs(decoder, params, *row, TEMPERATURE, 32, False)[0])
+    score = jax.jit(lambda batch, i: micro_logprobs(
+        decoder, params, rows_at(batch, i, shape.length, shape), (), batch.sampled_MxRxL[i],
+        TEMPERATURE, 32, False)[0])
     for i in range(int(batch.n_micro)):
-        scored = score(batch.tokens_MxRxL[i], batch.positions_MxRxL[i], batch.segments_MxRxL[i],
-                       batch.sampled_MxRxL[i])
-        np.testing.assert_allclose(scored, batch.logprobs_MxRxL[i], atol=1e-4)
+        np.testing.assert_allclose(score(batch, i), batch.logprobs_MxRxL[i], atol=1e-4)
 
 
 def test_rows_of_a_rollout_draw_with_keys_of_their_own(played):

@@ -24,7 +24,8 @@ from rods_jax.types import Author, Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-    """M micro-batches of R rows of length L, for T tasks of G rollouts.
+    """M micro-batches of R rows of L tokens, for T tasks of G rollouts. The last of a row is only
+    predicted, so what is computed has L - 1 columns.
 
     prompts: K, how many prompts are computed at a time, of up to `prompt` tokens each; every
         micro-batch reads those of one such set. 0: nothing is shared.
@@ -49,6 +50,8 @@ class BatchShape:
         for name in ("micro", "rows", "length", "tasks", "group", "parts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"batch {name} is {getattr(self, name)}: give 1 or more")
+        if self.length < 2:
+            raise ValueError("batch length is 1: give 2 or more, one token predicts another")
         if (self.prompts > 0) != (self.prompt > 0) or self.prompts < 0:
             raise ValueError(f"batch prompts is {self.prompts} of {self.prompt} tokens: give both "
                              "1 or more, or both 0 to share nothing")
@@ -56,8 +59,8 @@ class BatchShape:
             if getattr(self, name) % self.parts:
                 raise ValueError(f"{getattr(self, name)} {name} a micro-batch do not divide over "
                                  f"{self.parts} parts: make {name} a multiple of {self.parts}")
-        if any(not 0 < n < self.length for n in self.lengths):
-            raise ValueError(f"batch lengths are {self.lengths}: give lengths of 1 to below "
+        if any(not 1 < n < self.length for n in self.lengths):
+            raise ValueError(f"batch lengths are {self.lengths}: give lengths of 2 to below "
                              f"{self.length}")
 
     @property

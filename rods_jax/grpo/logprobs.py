@@ -32,15 +32,15 @@ def token_logprobs(
     """float32 [R, L] each: log-prob of each masked-in token under softmax(logits /
     temperature), and the entropy of that distribution in nats; 0 elsewhere.
 
-    head: hidden [..., D] -> float32 logits [..., V]. mask_RxL: which tokens to score (see
-    `predicted_mask`); column 0 cannot be, nothing precedes it. chunk: columns a step, so
+    head: hidden [..., D] -> float32 logits [..., V]. hidden_RxLxD: column L - 1 predicts nothing
+    and may be missing. mask_RxL: which tokens to score (see `predicted_mask`); column 0 cannot
+    be, nothing precedes it. chunk: columns a step, so
     R * chunk * V logits are alive at a time. entropy_gradient: False where the entropy is
     only looked at, which saves its part of the backward pass.
     """
     # Shift: column i now holds what position i predicts.
-    target_RxL = jnp.roll(tokens_RxL, -1, axis=1)
-    wanted_RxL = jnp.roll(mask_RxL, -1, axis=1).at[:, -1].set(False)
-    rows, length = target_RxL.shape
+    target_RxL, wanted_RxL = tokens_RxL[:, 1:], mask_RxL[:, 1:]
+    length = target_RxL.shape[1]
     chunk = min(chunk, length)
     n_chunks = -(-length // chunk)
 
@@ -51,7 +51,7 @@ def token_logprobs(
     def filled(x):  # to whole chunks
         return jnp.pad(x, ((0, 0), (0, n_chunks * chunk - length)) + ((0, 0),) * (x.ndim - 2))
 
-    hidden = filled(permute_columns(hidden_RxLxD, order_RxL, inverse_RxL))
+    hidden = filled(permute_columns(hidden_RxLxD[:, :length], order_RxL, inverse_RxL))
     head, weights = jax.closure_convert(head, hidden[:, :chunk])
 
     def score(weights, hidden, target, wanted):
@@ -69,7 +69,7 @@ def token_logprobs(
                         filled(take(wanted_RxL, order_RxL)), n_used)
 
     def restored(y):  # column i scores token i again
-        return jnp.roll(take(y[:, :length], inverse_RxL), 1, axis=1)
+        return jnp.pad(take(y[:, :length], inverse_RxL), ((0, 0), (1, 0)))
 
     return restored(scores[0]), restored(scores[1])
 

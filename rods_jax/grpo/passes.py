@@ -32,12 +32,14 @@ KV = tuple[jax.Array, jax.Array]  # [layers, K, KV heads, P, head width] each
 
 @flax.struct.dataclass
 class Rows:
-    """The rows of a micro-batch: int32 [R, L] but `segments`. prompt_R: see PackedBatch."""
+    """The rows of a micro-batch, int32. The last column is there to be predicted, and not run.
+    alone: one segment a row. prompt_R: see PackedBatch."""
 
     tokens_RxL: jax.Array
     positions_RxL: jax.Array
-    segments: Segments
+    segments_RxL: jax.Array
     prompt_R: jax.Array
+    alone: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def at(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -48,9 +50,8 @@ def at(x: jax.Array, i: jax.Array) -> jax.Array:
 def rows_at(batch: PackedBatch, i: jax.Array, length: int, shape: BatchShape | None) -> Rows:
     """Micro-batch i, whose rows are of `length`. shape: of the batch, where that is known."""
     cut = lambda x: at(x, i)[:, :length]  # noqa: E731
-    segments = Segments(cut(batch.segments_MxRxL), alone=shape is not None and shape.alone)
-    return Rows(cut(batch.tokens_MxRxL), cut(batch.positions_MxRxL), segments,
-                at(batch.prompt_MxR, i))
+    return Rows(cut(batch.tokens_MxRxL), cut(batch.positions_MxRxL), cut(batch.segments_MxRxL),
+                at(batch.prompt_MxR, i), alone=shape is not None and shape.alone)
 
 
 def buckets_of(batch: PackedBatch, shape: BatchShape | None) -> tuple[int, ...]:
@@ -89,7 +90,8 @@ def micro_logprobs(decoder: Decoder, params: Params, rows: Rows,
     lora.check(params, decoder.config)
     variables = {"params": params}
     hidden_RxLxD, _ = decoder.apply(
-        variables, rows.tokens_RxL, rows.positions_RxL, rows.segments, memories)
+        variables, rows.tokens_RxL[:, :-1], rows.positions_RxL[:, :-1],
+        Segments(rows.segments_RxL[:, :-1], rows.alone), memories)
     head = partial(decoder.apply, variables, method="logits")
     return token_logprobs(head, hidden_RxLxD, rows.tokens_RxL, mask_RxL, temperature, chunk,
                           entropy_gradient)

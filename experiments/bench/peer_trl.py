@@ -4,12 +4,12 @@ that has transformers: `python -m experiments.bench.peer_trl FOLDER` (see serve.
 TRL 1.16 (`_get_per_token_logps_and_entropies`, `_compute_loss`) runs each row of a group whole,
 prompt + completion, scores the completion alone, and takes the clipped loss of those log-probs;
 its Trainer adds up gradients over micro-batches of rows, clips their norm and steps AdamW. So
-does this. TRL itself isn't installed or run. Freedoms taken, each in its favour: the head is
+does this. TRL itself is not installed or run. Freedoms taken, each in its favour: the head is
 one product over the completion (`logits_to_keep`, as in TRL's earlier releases) where 1.16 runs
 it in chunks, twice in a training step; the entropies, which TRL takes only for its metrics, are
 not taken; nor are other metrics, the reference model, accelerate and the data loader; the
 advantages are there before the clock starts; no gradient checkpointing, which TRL turns on;
-as many rows in a micro-batch as proved fastest.
+micro-batches of the rows that update_cases.py says.
 
 float32, sdpa attention, a thread a core, AdamW fused. The loss is TRL's `loss_type="grpo"`:
 the mean over rows of the mean over their tokens.

@@ -5,7 +5,7 @@ by the Python of its own environment: `python -m experiments.bench.peer_tunix_up
 The log-probs are those of `tunix.rl.common.compute_per_token_logps`, called as its GRPO loss
 calls it; around it are the bench's loss, `nnx.value_and_grad` and an `nnx.Optimizer` under one
 `nnx.jit` that donates model and optimizer, as tunix's trainer has them. Its own GRPO loss
-isn't run: it takes entropies and other metrics as well, which are left out in its favour.
+is not run: it takes entropies and other metrics as well, which are left out in its favour.
 float32, activations kept (no remat, its fastest), compiled before it is timed. The advantages
 are there before the clock starts.
 """

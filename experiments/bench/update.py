@@ -55,7 +55,7 @@ class UpdateSide(enum.Enum):
                 UpdateSide.TUNIX: PeerName.TUNIX}.get(self)
 
     def rows(self, case: UpdateCase) -> int | None:
-        """Rows in a peer's micro-batch; None where it isn't run."""
+        """Rows in a peer's micro-batch; None where it is not run."""
         return {UpdateSide.TORCH: case.torch_rows, UpdateSide.TUNIX: case.tunix_rows}.get(self)
 
 

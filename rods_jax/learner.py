@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.optimizer import make_optimizer
-from rods_jax.grpo.sharded import batch_shardings, shard_update
+from rods_jax.grpo.sharded import pack_everywhere, shard_update
 from rods_jax.grpo.tally import UpdateMetrics
 from rods_jax.grpo.update import TrainState, init_state, make_update
 from rods_jax.models import lora
@@ -89,11 +89,10 @@ class Learner:
         size, found = self._shape.tasks, []
         options = self._config.update
         for start in range(0, self._config.tasks_per_step, size):
-            batch = pack(groups[start:start + size], rewards_TxG[start:start + size], self._shape,
-                         drop_dead=not options.dead_carry_loss,
-                         var_floor=options.advantage.var_floor)
-            if self.mesh is not None:
-                batch = jax.device_put(batch, batch_shardings(self.mesh, self._shape))
+            some = groups[start:start + size], rewards_TxG[start:start + size]
+            how = not options.dead_carry_loss, options.advantage.var_floor
+            batch = pack(*some, self._shape, *how) if self.mesh is None else pack_everywhere(
+                *some, self._shape, self.mesh, *how)
             self._state, metrics = self.update(self._state, batch)
             found.append(metrics)
         return jax.device_get(found)

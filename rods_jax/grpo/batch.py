@@ -149,7 +149,8 @@ class _Prompt:
 
 
 def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
-         shape: BatchShape, drop_dead: bool, var_floor: float = 1e-8) -> PackedBatch:
+         shape: BatchShape, drop_dead: bool, var_floor: float = 1e-8,
+         agree: Callable[[np.ndarray], np.ndarray] = lambda counts: counts) -> PackedBatch:
     """Packs the groups of one update; numpy leaves, the same for the same input.
 
     groups: up to T groups of up to G trajectories; None is a sample that was dropped. A
@@ -159,6 +160,8 @@ def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
     drop_dead: leave out groups whose reward variance is not above `var_floor`; right
         whenever they carry no loss (see `UpdateConfig.dead_carry_loss`). Their rewards stay
         in the batch for the statistics.
+    agree: where several processes each pack a part of one batch, an array's largest entries
+        over all of them; so many micro-batches, of such lengths, each of them then makes.
 
     Tokens after the last sampled one are cut: they are neither predicted nor attended to by
     a token that is. Raises ValueError for a row of ids longer than L, and when the rows do
@@ -170,16 +173,24 @@ def pack(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
     spans = [[span for g, trajectory in enumerate(group) if valid_TxG[t, g]
               for span in _spans(trajectory, t * shape.group + g)]
              for t, group in enumerate(groups) if live_T[t] or not drop_dead]
-    batch = _Arrays(shape)
     if shape.prompts:
-        prompts = [_prompt(group, shape) for group in spans if group]
-        for some in _sets(prompts, shape):
-            batch.add_set(some)
+        sets = _sets([_prompt(group, shape) for group in spans if group], shape)
     else:
-        whole = [_Segment(span, 0) for group in spans for span in group]
-        rows = [(0, row) for row in _best_fit(whole, shape)]
-        batch.add_rows([rows[part::shape.parts] for part in range(shape.parts)])
-    return batch.packed(np.where(valid_TxG, rewards_TxG, np.float32(0)), valid_TxG, truncated_TxG)
+        # One set without prompts, its rows dealt out to the parts.
+        rows = _best_fit([_Segment(span, 0) for group in spans for span in group], shape)
+        nobody = np.zeros(0, np.int32)
+        sets = [[[_Prompt(nobody, rows[part::shape.parts])] for part in range(shape.parts)]]
+    micro_U = agree(np.asarray([_micro_batches(some, shape) for some in sets]
+                               + [0] * (max(shape.sets, 1) - len(sets)), np.int32))
+    if micro_U.sum() > shape.micro:
+        raise ValueError(
+            f"the trajectories do not fit {shape.micro} micro-batches of {shape.rows} rows of "
+            f"{shape.length} tokens, they take {micro_U.sum()}: raise micro or send fewer tasks")
+    arrays = _Arrays(shape, micro_U)
+    for u, some in enumerate(sets):
+        arrays.write(u, some)
+    return arrays.packed(np.where(valid_TxG, rewards_TxG, np.float32(0)), valid_TxG,
+                         truncated_TxG, agree)
 
 
 def _flags(groups, rewards_TxG: np.ndarray, shape: BatchShape) -> tuple[np.ndarray, np.ndarray]:
@@ -282,59 +293,47 @@ def _sets(prompts: Sequence[_Prompt], shape: BatchShape) -> list[list[list[_Prom
     return found
 
 
+def _micro_batches(parts: Sequence[Sequence[_Prompt]], shape: BatchShape) -> int:
+    """That the rows of a set take: as many as those of its fullest part."""
+    rows = max(sum(len(prompt.rows) for prompt in prompts) for prompts in parts)
+    return -(-rows // (shape.rows // shape.parts))
+
+
 # ---------------------------------------------------------------- writing
 
 
 class _Arrays:
-    """The batch while it is filled."""
+    """The batch while it is filled. micro_U: micro-batches of each set."""
 
-    def __init__(self, shape: BatchShape):
-        self._shape, self._micro, self._used = shape, 0, 0
+    def __init__(self, shape: BatchShape, micro_U: np.ndarray):
+        self._shape, self._end_U = shape, np.cumsum(micro_U, dtype=np.int32)
+        self._n_sets = np.count_nonzero(micro_U)
         rows = (shape.micro, shape.rows, shape.length)
         self._ints = {name: np.zeros(rows, np.int32)
                       for name in ("tokens", "positions", "segments", "traj")}
         self._author = np.full(rows, Author.PROMPT, np.int8)
         self._logprobs = np.zeros(rows, np.float32)
-        self._bucket_M = np.zeros(shape.micro, np.int32)
+        self._length_M = np.zeros(shape.micro, np.int32)
         self._prompt_MxR = np.zeros(rows[:2], np.int32)
         self._prompts = np.zeros((shape.sets, shape.prompts, shape.prompt), np.int32)
         self._length_UxK = np.zeros((shape.sets, shape.prompts), np.int32)
-        self._end: list[int] = []
 
-    def add_set(self, parts: Sequence[Sequence[_Prompt]]) -> None:
-        """One set of prompts and the rows that read it, part by part."""
-        u, each = len(self._end), self._shape.prompts // self._shape.parts
+    def write(self, u: int, parts: Sequence[Sequence[_Prompt]]) -> None:
+        """Set u: its prompts, and its rows into micro-batches, of every part the longest first."""
+        shape, begin = self._shape, self._end_U[u - 1] if u else 0
+        prompts_each, rows_each = (n // shape.parts for n in (shape.prompts, shape.rows))
         for part, prompts in enumerate(parts):
             for i, prompt in enumerate(prompts):
-                n = len(prompt.ids)
-                self._prompts[u, part * each + i, :n] = prompt.ids
-                self._length_UxK[u, part * each + i] = n
-        self.add_rows([[(i, row) for i, prompt in enumerate(prompts) for row in prompt.rows]
-                       for prompts in parts])
-        self._end.append(self._micro)
+                if n := len(prompt.ids):
+                    self._prompts[u, part * prompts_each + i, :n] = prompt.ids
+                    self._length_UxK[u, part * prompts_each + i] = n
+            rows = [(i, row) for i, prompt in enumerate(prompts) for row in prompt.rows]
+            for n, (i, row) in enumerate(sorted(rows, key=lambda x: -_tokens(x[1]))):
+                at = begin + n // rows_each, part * rows_each + n % rows_each
+                self._length_M[at[0]] = max(self._length_M[at[0]], _tokens(row))
+                self._write_row(at, i, row)
 
-    def add_rows(self, parts: Sequence[Sequence[tuple[int, list[_Segment]]]]) -> None:
-        """Rows (number of the prompt in its part, segments) of each part, into micro-batches of
-        their own: the longest rows of every part first."""
-        shape = self._shape
-        each = shape.rows // shape.parts
-        length = lambda row: sum(segment.length for segment in row[1])  # noqa: E731
-        queues = [sorted(part, key=length, reverse=True) for part in parts]
-        while any(queues):
-            taken, queues = [q[:each] for q in queues], [q[each:] for q in queues]
-            if self._micro == shape.micro:
-                raise ValueError(
-                    f"the trajectories do not fit {shape.micro} micro-batches of {shape.rows} rows "
-                    f"of {shape.length} tokens: raise micro or send fewer tasks")
-            longest = max(length(row) for rows in taken for row in rows)
-            self._bucket_M[self._micro] = next(
-                i for i, n in enumerate(shape.buckets) if n >= longest)
-            for part, rows in enumerate(taken):
-                for i, (prompt, segments) in enumerate(rows):
-                    self._write((self._micro, part * each + i), prompt, segments)
-            self._micro += 1
-
-    def _write(self, row: tuple[int, int], prompt: int, segments: Sequence[_Segment]) -> None:
+    def _write_row(self, row: tuple[int, int], prompt: int, segments: Sequence[_Segment]) -> None:
         self._prompt_MxR[row], start = prompt, 0
         for number, segment in enumerate(segments, 1):
             span, n = segment.span, segment.length
@@ -350,13 +349,17 @@ class _Arrays:
                                           span.trajectory.logprobs_L[source], 0.0)
             start += n
 
-    def packed(self, rewards_TxG, valid_TxG, truncated_TxG) -> PackedBatch:
-        count = lambda n: np.asarray(n, np.int32)  # noqa: E731
-        end_U = count(self._end + [self._micro] * (self._shape.sets - len(self._end)))
+    def packed(self, rewards_TxG, valid_TxG, truncated_TxG, agree) -> PackedBatch:
+        sets = self._shape.sets
         return PackedBatch(
             **{f"{name}_MxRxL": array for name, array in self._ints.items()},
             author_MxRxL=self._author, logprobs_MxRxL=self._logprobs, rewards_TxG=rewards_TxG,
-            valid_TxG=valid_TxG, truncated_TxG=truncated_TxG, n_micro=count(self._micro),
-            bucket_M=self._bucket_M, prompts_UxKxP=self._prompts,
-            prompt_length_UxK=self._length_UxK, prompt_MxR=self._prompt_MxR, end_U=end_U,
-            n_sets=count(len(self._end)))
+            valid_TxG=valid_TxG, truncated_TxG=truncated_TxG, n_micro=self._end_U[-1],
+            bucket_M=np.searchsorted(self._shape.buckets, agree(self._length_M)).astype(np.int32),
+            prompts_UxKxP=self._prompts, prompt_length_UxK=self._length_UxK,
+            prompt_MxR=self._prompt_MxR, end_U=self._end_U[:sets],
+            n_sets=np.asarray(self._n_sets if sets else 0, np.int32))
+
+
+def _tokens(row: Sequence[_Segment]) -> int:
+    return sum(segment.length for segment in row)

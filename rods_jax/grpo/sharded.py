@@ -1,20 +1,25 @@
-"""The update over a device mesh: parameters as `models/sharding.py` lays them, packed rows
-over the data axes, statistics of groups everywhere.
+"""The update over a device mesh: parameters as `models/sharding.py` lays them, prompts and the
+rows that share them over the data axes, statistics of groups everywhere.
 
-The micro-batch axis is a loop and is never split; the compiler derives the rest.
+The micro-batch axis is a loop and is never split; the compiler derives the rest. Each process
+packs the rollouts it played itself, and only counts and rewards travel between hosts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from rods_jax.grpo.batch import BatchShape, PackedBatch
+from rods_jax.grpo.batch import BatchShape, PackedBatch, pack
 from rods_jax.grpo.update import TrainState
 from rods_jax.models.sharding import ShardingRules, batch_sharding, param_shardings, replicated
+from rods_jax.types import Trajectory
 
 
 def batch_shardings(mesh: Mesh, shape: BatchShape,
@@ -38,6 +43,48 @@ def batch_shardings(mesh: Mesh, shape: BatchShape,
         author_MxRxL=rows, logprobs_MxRxL=rows, rewards_TxG=whole, valid_TxG=whole,
         truncated_TxG=whole, n_micro=whole, bucket_M=whole, prompts_UxKxP=prompts,
         prompt_length_UxK=prompts, prompt_MxR=rows, end_U=whole, n_sets=whole)
+
+
+def own_part(shape: BatchShape, processes: int) -> BatchShape:
+    """The shape of what one of so many processes packs. ValueError where it is no whole part."""
+    if processes == 1:
+        return shape
+    for name in ("tasks", "rows", "parts", *(("prompts",) if shape.prompts else ())):
+        if getattr(shape, name) % processes:
+            raise ValueError(f"a batch of {getattr(shape, name)} {name} does not divide over "
+                             f"{processes} processes: make {name} a multiple of {processes}")
+    return dataclasses.replace(
+        shape, tasks=shape.tasks // processes, rows=shape.rows // processes,
+        parts=shape.parts // processes, prompts=shape.prompts // processes)
+
+
+def pack_everywhere(groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
+                    shape: BatchShape, mesh: Mesh, drop_dead: bool, var_floor: float = 1e-8,
+                    ) -> PackedBatch:
+    """The batch of all processes, laid over the mesh, from what each has itself.
+
+    groups, rewards_TxG: of this process, T / processes tasks; its tasks follow those of the
+    processes before it. shape: of the whole batch. Every process must call it. See `pack`.
+    """
+    n, me = jax.process_count(), jax.process_index()
+    shardings = batch_shardings(mesh, shape)
+    own = own_part(shape, n)
+    largest = lambda x: np.asarray(_from_all(x)).max(0).astype(x.dtype)  # noqa: E731
+    batch = pack(groups, rewards_TxG, own, drop_dead, var_floor, agree=largest)
+    together = {name: np.concatenate(_from_all(getattr(batch, name)))
+                for name in ("rewards_TxG", "valid_TxG", "truncated_TxG")}
+    first = me * own.tasks * own.group
+    batch = batch.replace(**together, traj_MxRxL=np.where(
+        batch.segments_MxRxL > 0, batch.traj_MxRxL + first, 0).astype(np.int32))
+    return jax.tree.map(lambda x, at: jax.make_array_from_process_local_data(at, np.asarray(x)),
+                        batch, shardings)
+
+
+def _from_all(x: np.ndarray) -> np.ndarray:
+    """[processes, ...]: each process's x."""
+    if jax.process_count() == 1:
+        return np.asarray(x)[None]
+    return np.asarray(multihost_utils.process_allgather(x, tiled=False))
 
 
 def shard_update(update: Callable, mesh: Mesh, state: TrainState, shape: BatchShape,

@@ -82,13 +82,18 @@ def choose(config: ModelConfig, length: int, activations: NamedSharding | None,
     the device the program is traced for: the mesh's where there is one, else the default device.
 
     AUTO takes splash on a TPU and cuDNN on an NVIDIA GPU wherever they can run, and XLA
-    elsewhere. Without `activations` it leaves kernels alone if there is more than one device:
+    elsewhere, as for prompts whose tokens are split over devices. Without `activations` it leaves kernels alone if there is more than one device:
     they are not partitioned automatically, and tracing does not tell for how many it is.
     ValueError where a kernel asked for by name cannot run.
     """
     asked = config.attention
     if asked is Attention.XLA:
         return asked
+    if activations is not None and any(axis is not None for axis in activations.spec[1:]):
+        if asked is not Attention.AUTO:
+            raise ValueError(f"attention is {asked.value}, but no kernel takes sequences that are "
+                             "split over a mesh axis: set mesh.context=1, or choose auto")
+        return Attention.XLA
     device = jax.devices()[0] if activations is None else activations.mesh.devices.flat[0]
     obstacles = {Attention.SPLASH: _splash_obstacle(length, device, prompt, alone),
                  Attention.CUDNN: _cudnn_obstacle(config, length, device)}
@@ -155,7 +160,7 @@ def attend_segments(q_BxCxHxHD, k, v, segments: Segments, kind: Attention,
     kv = k, v, prompt_k, prompt_v
     if activations is None:
         return kernel(q_BxCxHxHD, *kv, rows)
-    mesh, of_rows = activations.mesh, (*activations.spec, None)[0]
+    mesh, (of_rows, sequence, *_) = activations.mesh, (*activations.spec, None, None)
     split = _HEADS_AXIS if _HEADS_AXIS in mesh.shape and _HEADS_AXIS not in (of_rows or ()) \
         else None
     heads, groups, parts = q_BxCxHxHD.shape[2], k.shape[1], mesh.shape.get(split, 1)
@@ -165,10 +170,17 @@ def attend_segments(q_BxCxHxHD, k, v, segments: Segments, kind: Attention,
         kv = tuple(jnp.repeat(x, parts // groups, axis=1) for x in kv)
     spec = PartitionSpec
     own, prompt = spec(of_rows, split), spec(over, split)
+
+    def local(q, k, v, prompt_k, prompt_v, rows):
+        # Of a sequence that is split each device has some queries and all keys.
+        where = {} if sequence is None else {
+            "first": jax.lax.axis_index(sequence) * q.shape[1]}
+        return kernel(q, k, v, prompt_k, prompt_v, rows, **where)
+
     # Kernels do not state over which axes their outputs vary, so that is not checked.
     return jax.shard_map(
-        kernel, mesh=mesh, out_specs=spec(of_rows, None, split), check_vma=False,
-        in_specs=(spec(of_rows, None, split), own, own, prompt, prompt,
+        local, mesh=mesh, out_specs=spec(of_rows, sequence, split), check_vma=False,
+        in_specs=(spec(of_rows, sequence, split), own, own, prompt, prompt,
                   blockwise.Rows(spec(of_rows), spec(of_rows), spec(over))),
     )(q_BxCxHxHD, *kv, rows)
 

@@ -40,19 +40,22 @@ class Rows(NamedTuple):
     length_K: jax.Array  # int32
 
 
-def attend(q_BxCxHxHD, k, v, prompt_k, prompt_v, rows: Rows) -> jax.Array:
-    """[B, C, H, HD]. k, v: [B, KV, C, HD]; prompt_k, prompt_v: [K, KV, P, HD], P may be 0."""
+def attend(q_BxCxHxHD, k, v, prompt_k, prompt_v, rows: Rows, first=0) -> jax.Array:
+    """[B, C, H, HD]. k, v: [B, KV, S, HD]; prompt_k, prompt_v: [K, KV, P, HD], P may be 0.
+    The queries are tokens first .. first + C - 1 of the S that a row has, by default all."""
     b, length, h, hd = q_BxCxHxHD.shape
     kv = k.shape[1]
-    c, s, p = (_block(n, most) for n, most in ((length, _QUERIES), (length, _KEYS),
+    c, s, p = (_block(n, most) for n, most in ((length, _QUERIES), (k.shape[2], _KEYS),
                                                (prompt_k.shape[2], _KEYS)))
+    first = jnp.int32(first)
+    ids_q = jax.lax.dynamic_slice_in_dim(rows.ids_BxC, first, length, axis=1)
     q = _filled(q_BxCxHxHD * hd ** -0.5, c, 1)
     blocks = q.shape[1] // c
     q = q.reshape(b, blocks, c, kv, h // kv, hd).transpose(0, 3, 1, 4, 2, 5)
     out = _attend(
         Blocks(c, s, p), q.reshape(b, kv, blocks, -1, hd), _filled(k, s, 2), _filled(v, s, 2),
-        _filled(prompt_k, p, 2), _filled(prompt_v, p, 2), _filled(rows.ids_BxC, c, 1),
-        _filled(rows.ids_BxC, s, 1), rows.prompt_B, rows.length_K)
+        _filled(prompt_k, p, 2), _filled(prompt_v, p, 2), _filled(ids_q, c, 1),
+        _filled(rows.ids_BxC, s, 1), rows.prompt_B, rows.length_K, first)
     out = out.reshape(b, kv, blocks, h // kv, c, hd).transpose(0, 2, 4, 1, 3, 5)
     return out.reshape(b, blocks * c, h, hd)[:, :length]
 
@@ -81,21 +84,24 @@ def _filled(x, block: int, axis: int):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(sizes: Blocks, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K):
+def _attend(sizes: Blocks, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K,
+            first):
     """q [B, KV, N, M, HD], scaled, in N blocks of M = Q * c queries, to the same."""
-    return _forward(sizes, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K)[0]
+    return _forward(sizes, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K,
+                    first)[0]
 
 
-def _forward(sizes: Blocks, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K):
+def _forward(sizes: Blocks, q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K,
+             first):
     """The output and its log-sum-exp [B, KV, N, M, 1]."""
     def together():
         return _few_forward(sizes, (q, k, v, prompt_k[prompt_B], prompt_v[prompt_B]),
-                            (ids_q, ids_k, length_K[prompt_B]))
+                            (ids_q, ids_k, length_K[prompt_B], first))
 
     def in_turn():
         def row(x):
             *qkv, ids_q, ids_k, at = x
-            marks = ids_q[None], ids_k[None], length_K[at][None]
+            marks = ids_q[None], ids_k[None], length_K[at][None], first
             def head(x):
                 return _only(_few_forward(sizes, _one(x), marks))
             return jax.lax.map(head, (*qkv, prompt_k[at], prompt_v[at]))
@@ -126,21 +132,21 @@ def _saving(sizes: Blocks, *args):
 
 
 def _backward(sizes: Blocks, saved, d_out):
-    q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K, out, lse = saved
+    q, k, v, prompt_k, prompt_v, ids_q, ids_k, prompt_B, length_K, first, out, lse = saved
     delta = (out.astype(jnp.float32) * d_out).sum(-1, keepdims=True)
     of_rows = q, k, v, d_out, lse, delta
 
     def together():
         prompts = prompt_k[prompt_B], prompt_v[prompt_B]
         *own, d_k, d_v = _few_backward(sizes, (*of_rows, *prompts), _zeros(prompts),
-                                       (ids_q, ids_k, length_K[prompt_B]))
+                                       (ids_q, ids_k, length_K[prompt_B], first))
         reads_KxB = (prompt_B == jnp.arange(prompt_k.shape[0])[:, None]).astype(jnp.float32)
         return *own, *(jnp.einsum("kb,bnph->knph", reads_KxB, d) for d in (d_k, d_v))
 
     def in_turn():
         def row(totals, x):
             *given, ids_q, ids_k, at = x
-            marks = ids_q[None], ids_k[None], length_K[at][None]
+            marks = ids_q[None], ids_k[None], length_K[at][None], first
             def head(x):
                 return _only(_few_backward(sizes, *_one(x), marks))
             *own, d_k, d_v = jax.lax.map(head, (
@@ -156,7 +162,7 @@ def _backward(sizes: Blocks, saved, d_out):
     else:
         found = together()
     found = [d.astype(x.dtype) for d, x in zip(found, (q, k, v, prompt_k, prompt_v))]
-    return *found, None, None, None, None
+    return *found, None, None, None, None, None
 
 
 _attend.defvjp(_saving, _backward)
@@ -171,7 +177,7 @@ def _zeros(arrays):
 
 def _few_forward(sizes: Blocks, arrays, marks):
     """arrays: q [b, n, N, M, HD]; k, v and the rows' prompts' k, v [b, n, S, HD]. marks: ids of
-    queries and keys, lengths of the prompts [b]. Returns what _forward does."""
+    queries and keys, lengths of the prompts [b], the first query's place. Returns what _forward does."""
     q, k, v, prompt_k, prompt_v = arrays
 
     def block(x):
@@ -185,7 +191,7 @@ def _few_forward(sizes: Blocks, arrays, marks):
 
         nothing = jnp.full((*q.shape[:-1], 1), MASKED), *_zeros((q[..., :1], q))
         part = _over_prompt(sizes, prompt_k, marks, prompt, nothing)
-        peak, total, out = jax.lax.fori_loop(0, _own_blocks(sizes, i), own, part)
+        peak, total, out = jax.lax.fori_loop(0, _own_blocks(sizes, k, i, marks), own, part)
         return (out / total).astype(q.dtype), peak + jnp.log(total)
 
     found = jax.lax.map(block, (jnp.arange(q.shape[2]), jnp.moveaxis(q, 2, 0)))
@@ -223,7 +229,7 @@ def _few_backward(sizes: Blocks, arrays, totals, marks):
         d_k, d_v, *totals = carry
         d_q, = _zeros(queries[:1])
         d_q, *totals = _over_prompt(sizes, prompt_k, marks, prompt, (d_q, *totals))
-        d_q, d_k, d_v = jax.lax.fori_loop(0, _own_blocks(sizes, i), own, (d_q, d_k, d_v))
+        d_q, d_k, d_v = jax.lax.fori_loop(0, _own_blocks(sizes, k, i, marks), own, (d_q, d_k, d_v))
         return (d_k, d_v, *totals), d_q
 
     queries = (jnp.moveaxis(x, 2, 0) for x in (q, d_out, lse, delta))
@@ -246,7 +252,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 def _sees_prompt(sizes: Blocks, j, marks):
     """bool [b, 1, 1, p]: which keys of block j are of the prompt."""
-    *_, length_b = marks
+    _, _, length_b, _ = marks
     return (j * sizes.p + jnp.arange(sizes.p) < length_b[:, None])[:, None, None]
 
 
@@ -254,24 +260,25 @@ def _over_prompt(sizes: Blocks, prompt_k, marks, step, start):
     """A loop over the blocks of the longest prompt."""
     if not prompt_k.shape[2]:
         return start
-    *_, length_b = marks
+    _, _, length_b, _ = marks
     return jax.lax.fori_loop(0, -(-length_b.max() // sizes.p), step, start)
 
 
 def _sees_own(sizes: Blocks, q, i, j, marks):
     """bool [b, 1, M, s]: which keys of block j the queries of block i see."""
-    ids_q, ids_k, _ = marks
+    ids_q, ids_k, _, first = marks
     ids_q = _cut(ids_q, i, sizes.c, 1)[:, :, None]
     ids_k = _cut(ids_k, j, sizes.s, 1)[:, None, :]
-    at_q = (i * sizes.c + jnp.arange(sizes.c))[:, None]
+    at_q = (first + i * sizes.c + jnp.arange(sizes.c))[:, None]
     at_k = j * sizes.s + jnp.arange(sizes.s)
     seen = ((ids_q == ids_k) & (ids_q != 0) & (at_k <= at_q)) | (at_k == at_q)
     return jnp.tile(seen, (1, q.shape[2] // sizes.c, 1))[:, None]
 
 
-def _own_blocks(sizes: Blocks, i):
-    """Blocks of keys up to the last query of block i."""
-    return -(-((i + 1) * sizes.c) // sizes.s)
+def _own_blocks(sizes: Blocks, k, i, marks):
+    """Blocks of keys up to the last query of block i; its padding may reach beyond them all."""
+    *_, first = marks
+    return jnp.minimum(-(-(first + (i + 1) * sizes.c) // sizes.s), k.shape[2] // sizes.s)
 
 
 def _cut(x, i, size: int, axis: int):

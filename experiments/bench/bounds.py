@@ -1,34 +1,15 @@
 """Floating-point operations and bytes that a case cannot do without, by formula.
 
-A multiply and an add are two operations. Counted are the matmuls with weights and those of
-attention (each query with the keys it sees), not norms, rotary positions and softmax, which
-are a few hundredths of it. The prompt is counted once a group, whoever samples.
+What is counted says models/flops.py. The prompt is counted once a group, whoever samples.
 """
 
 from __future__ import annotations
 
 from experiments.bench.cases import Case
 from rods_jax.models.config import ModelConfig
+from rods_jax.models.flops import head_parameters, layer_parameters, pass_flops
 
 FLOAT32 = 4  # bytes
-
-
-def layer_parameters(model: ModelConfig) -> int:
-    """Numbers in the matmul weights of all layers."""
-    heads = 2 * model.n_heads + 2 * model.n_kv_heads  # q and o, k and v
-    return model.n_layers * model.d_model * (heads * model.head_dim + 3 * model.d_ff)
-
-
-def head_parameters(model: ModelConfig) -> int:
-    return model.d_model * model.vocab_size
-
-
-def pass_flops(model: ModelConfig, before: int, tokens: int) -> int:
-    """Of running `tokens` tokens behind `before` others through all layers: 2 operations a
-    token and weight; 4 a query, key it sees, head and component (scores, weighted values)."""
-    seen = tokens * before + tokens * (tokens + 1) // 2
-    attention = 4 * model.n_layers * model.n_heads * model.head_dim * seen
-    return 2 * layer_parameters(model) * tokens + attention
 
 
 def prefill_flops(model: ModelConfig, case: Case) -> int:

@@ -111,18 +111,39 @@ def check_model(policy: PolicyConfig, model: ModelConfig, frozen: Any,
                         "policy.path now holds; bring back the model that the run began with")
 
 
-def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
+def model_of(config: RunConfig) -> tuple[ModelConfig, str]:
+    """What `build` makes the decoder of, and the dtype of weights that stay frozen. Neither
+    weights nor tokenizer are read: of an HF policy a folder with its config.json will do."""
+    policy = config.policy
+    if policy.source is PolicySource.COMPACT:
+        return _compact_model(policy, make_suite(config.tasks.spec()))[1], "float32"
+    if policy.source is PolicySource.SMOLLM2:
+        from rods_jax.models.gguf import read_gguf_config, smollm2_path
+        return _computed(read_gguf_config(smollm2_path()), policy), "float32"
+    from rods_jax.models.hf.config import read_config
+    _check_folder(pathlib.Path(policy.path))
+    found = read_config(policy.path)
+    dtype = found.raw.get("dtype", found.raw.get("torch_dtype"))
+    return (_computed(found.model, policy),
+            dtype if dtype in ("bfloat16", "float16") else "float32")
+
+
+def _compact_model(policy: PolicyConfig, suite: Suite) -> tuple[CompactFormat, ModelConfig]:
     if suite.name != SuiteName.TOOLBOX.value:
         raise UserError(f"policy.source compact has no vocabulary for suite {suite.name}: "
                         "use tasks.suite toolbox or another policy.source")
     from rods_jax.tools.toolbox import KINDS, lexicon
     chat = CompactFormat(suite.tools(suite.domains), lexicon(), policy.slots, KINDS)
-    model = ModelConfig(
+    return chat, ModelConfig(
         vocab_size=chat.vocab_size, d_model=policy.d_model, n_layers=policy.n_layers,
         n_heads=policy.n_heads, n_kv_heads=policy.n_kv_heads,
         head_dim=policy.d_model // policy.n_heads, d_ff=policy.d_ff,
         compute_dtype=policy.compute_dtype, remat=policy.remat, attention=policy.attention,
         scan_unroll=policy.n_layers)
+
+
+def _compact(policy: PolicyConfig, suite: Suite, key: jax.Array) -> Parts:
+    chat, model = _compact_model(policy, suite)
     params = copying(init_params(model, key), key)
     return Parts(suite, chat, Decoder(model), params | {"embed": spelled(params["embed"], chat)})
 

@@ -213,7 +213,8 @@ class RunConfig:
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
     paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end.
     rollout_weights: what training and evaluation roll out with, see rollout/weights.py.
-    mesh: the trainer's devices."""
+    mesh: the trainer's devices. rollout_tensor: how many of them, next to each other, share one
+    copy of the weights that rollouts are played with."""
 
     seed: int
     steps: int
@@ -229,6 +230,7 @@ class RunConfig:
     sampler: SamplerConfig = SamplerConfig()
     engine: EngineConfig = EngineConfig()
     rollout_weights: Precision = Precision.TRAINED
+    rollout_tensor: int = 1
     workers: HostConfig = HostConfig()
     update: UpdateConfig = UpdateConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -246,7 +248,7 @@ class RunConfig:
 
     def __post_init__(self):
         _positive(self, "steps", "tasks_per_step", "group_size", "minibatches", "queue",
-                  "keep_checkpoints")
+                  "keep_checkpoints", "rollout_tensor")
         for name in ("admit_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")

@@ -45,10 +45,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 # ---------------------------------------------------------------- who else is busy
 
 

@@ -32,6 +32,7 @@ from rods_jax.models.decoder import Decoder, count_params, init_params
 from rods_jax.models.hf.config import Family
 from rods_jax.models.hf.export import export
 from rods_jax.startup import installed_versions
+from rods_jax.topology import memory_bytes
 from rods_jax.types import Json
 
 # rope_theta and norm_eps are the released Qwen3's; tunix's model has that theta built in.
@@ -124,7 +125,7 @@ def bench_rollout(plan: Plan) -> dict[str, Json]:
                   for case in plan.cases},
         "tunix_need": need, "logprob_gap": gaps, "repeats": plan.repeats,
         "parameters": count_params(params),
-        "machine": {**peak, "cores": machine.cores(), "memory_bytes": machine.memory_bytes(),
+        "machine": {**peak, "cores": machine.cores(), "memory_bytes": memory_bytes(),
                     "others_cores_busy": busy},
         "peers": greetings, "versions": installed_versions(),
     }
@@ -184,7 +185,7 @@ def _need(case: Case, tunix: Peer) -> dict[str, Json]:
     """Memory that tunix's sampler asks for in a case that it does not run."""
     asked = tunix.number(
         tunix.ask("need", prompt=case.prompt, group=case.group, new=case.new), "bytes")
-    return {"bytes": int(asked), "memory_bytes": machine.memory_bytes()}
+    return {"bytes": int(asked), "memory_bytes": memory_bytes()}
 
 
 # ---------------------------------------------------------------- the passes

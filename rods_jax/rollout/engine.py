@@ -145,6 +145,14 @@ class _Part:
     shared: SharedPrompt | None = None  # None: not yet, or each has the prompt of its own
 
 
+def rolled_out(decoder: Decoder, sampler: SamplerConfig) -> Decoder:
+    """The decoder with its layers one by one, where the sampler says so."""
+    if not sampler.unrolled:
+        return decoder
+    return decoder.clone(config=dataclasses.replace(
+        decoder.config, scan_unroll=decoder.config.n_layers))
+
+
 class Engine:
     """Owns the compiled programs and the slots; the weights come with every call."""
 
@@ -153,9 +161,7 @@ class Engine:
                  mesh: Mesh | None = None):
         """`host` runs the environments; by default they run in this process. mesh: the devices
         that play, see Slots."""
-        if sampler.unrolled:
-            decoder = decoder.clone(config=dataclasses.replace(
-                decoder.config, scan_unroll=decoder.config.n_layers))
+        decoder = rolled_out(decoder, sampler)
         self.decoder, self.sampler, self.config = decoder, sampler, config
         self.chat, self.suite, self.host = chat, suite, host or InProcessHost(suite)
         self.slots = Slots(decoder, sampler, chat.stop_ids, mesh)

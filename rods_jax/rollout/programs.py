@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 from rods_jax.models.decoder import Decoder, unrolled
 from rods_jax.rollout import sampler
@@ -25,16 +26,19 @@ TENSOR = "tensor"  # of the mesh: weights and K/V heads are split over it
 
 
 class Programs:
-    """sizes: how many own pages a device may have, ascending. size: how many it has."""
+    """sizes: how many own pages a device may have, ascending. size: how many it has.
+    shapes_only: the cache, at its full size, is shapes, for devices that are not there; programs
+    can then be lowered and not run."""
 
     def __init__(self, decoder: Decoder, config: SamplerConfig, plan: PagePlan,
-                 stop_ids: Sequence[int], mesh: Mesh | None):
+                 stop_ids: Sequence[int], mesh: Mesh | None, shapes_only: bool = False):
         if mesh is not None and not {AXIS} <= _axes(mesh) <= {AXIS, TENSOR}:
             raise ValueError(f"the rollouts' mesh has the axes {dict(mesh.shape)}: rollouts are "
                              f"divided over {AXIS!r}, weights over {TENSOR!r} and nothing else; "
                              "make it with rollout.weights.local_mesh")
         self.sizes = config.own_sizes(plan.own)
-        self.size = self.sizes[0]
+        self.size = self.sizes[-1 if shapes_only else 0]
+        self.shapes_only = shapes_only
         self.devices, self._mesh = 1 if mesh is None else mesh.shape[AXIS], mesh
         stacked = () if unrolled(decoder.config) else (None,)  # an axis of layers
         self._pages = PartitionSpec(*stacked, AXIS)
@@ -70,6 +74,11 @@ class Programs:
     def __len__(self) -> int:
         return sum(map(len, (self._prefill, self._extend, self._waves, self._resize)))
 
+    @property
+    def cache(self) -> Cache:
+        """All pages; whoever runs a program donates them."""
+        return self._cache
+
     # ------------------------------------------------------------------ runs
 
     def prefill(self, params, chunk: Chunk) -> None:
@@ -85,6 +94,19 @@ class Programs:
         program = self._waves[plan.token_R.shape[0], self.size]
         self._cache, out = program(params, self._cache, plan, *args)
         return out
+
+    def lower_prefill(self, params, chunk: Chunk) -> tuple[Lowered, Region]:
+        """Like the runs, lowered and not run; and what it was given of the cache."""
+        program, shared = self._prefill[chunk.tokens_RxC.shape], self._cache.shared
+        return program.lower(params, shared, chunk), shared
+
+    def lower_extend(self, params, chunk: Chunk) -> tuple[Lowered, Cache]:
+        program = self._extend[chunk.tokens_RxC.shape, self.size]
+        return program.lower(params, self._cache, chunk), self._cache
+
+    def lower_wave(self, params, plan: Wave, *args) -> tuple[Lowered, Cache]:
+        program = self._waves[plan.token_R.shape[0], self.size]
+        return program.lower(params, self._cache, plan, *args), self._cache
 
     def fit(self, pages: int, kept: bool = True) -> None:
         """Makes room for so many own pages a device. The cache becomes smaller only where that
@@ -146,7 +168,8 @@ class Programs:
             return sampler.init_cache(decoder, config, plan.shared * self.devices,
                                       self.size * self.devices)
         # At once: piece by piece it would take its memory twice.
-        return jax.jit(make, out_shardings=self._placed(self._specs))()
+        make = jax.jit(make, out_shardings=self._placed(self._specs))
+        return make.eval_shape() if self.shapes_only else make()
 
     def _placed(self, specs):
         """The same for jit, which is told of the axis "tensor" too."""

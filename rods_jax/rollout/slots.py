@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Lowered
 
 from rods_jax.models.decoder import Decoder
 from rods_jax.rollout.pages import FreePages, pages_for
@@ -77,13 +79,13 @@ class Slots:
     """Owns the device's programs and their cache; the weights come with every call.
 
     mesh: devices along its axis "data" each play rows of their own; over its axis "tensor" K/V
-    heads are split, as weights may be. None is one device.
+    heads are split, as weights may be. None is one device. shapes_only: see Programs and `lower`.
     """
 
     def __init__(self, decoder: Decoder, config: SamplerConfig, stop_ids: Sequence[int],
-                 mesh: Mesh | None = None):
+                 mesh: Mesh | None = None, shapes_only: bool = False):
         self.config, self.plan = config, plan_memory(config, decoder.config)
-        self.programs = Programs(decoder, config, self.plan, stop_ids, mesh)
+        self.programs = Programs(decoder, config, self.plan, stop_ids, mesh, shapes_only)
         self.devices = self.programs.devices
         self.rows: list[Row] = []  # oldest first
         self.evicted = 0  # times that a row gave its pages back to an older one
@@ -113,11 +115,29 @@ class Slots:
             for shape in self.config.extend_shapes:
                 programs.extend(params, self._chunk(shape, []))
             for rows in self.config.row_buckets:
-                programs.wave(params, self._wave(rows, []), key, np.float32(0), np.int32(0),
-                              np.zeros((self.devices,), np.int32))
+                programs.wave(params, self._wave(rows, []), key, *self._no_wave())
         programs.fit(0)
         programs.wait()
         return len(programs)
+
+    def lower(self, params, key: jax.Array) -> dict[str, tuple[Lowered, Any]]:
+        """By its name every program that plays, lowered from shapes, params' too, for a cache of
+        full size; and what of the cache is among its arguments."""
+        programs, found = self.programs, {}
+        for shape in self.config.prefill:
+            found["prefill_{}x{}".format(*shape)] = programs.lower_prefill(
+                params, self._chunk(shape, []))
+        for shape in self.config.extend_shapes:
+            found["extend_{}x{}".format(*shape)] = programs.lower_extend(
+                params, self._chunk(shape, []))
+        for rows in self.config.row_buckets:
+            found[f"wave_{rows}"] = programs.lower_wave(params, self._wave(rows, []), key,
+                                                        *self._no_wave())
+        return found
+
+    def _no_wave(self):
+        """Temperature, most tokens and `leaves` of a wave that samples nothing."""
+        return np.float32(0), np.int32(0), np.zeros((self.devices,), np.int32)
 
     # ------------------------------------------------------------------ rows come and go
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Lowered
 
 from rods_jax.models import int8, lora
 from rods_jax.models.decoder import Decoder
@@ -116,6 +117,23 @@ class Weights:
             whole = lora.join(unflatten_dict(right_frozen | (self._frozen or {}), sep="/"), whole)
         return whole, took
 
+    def lower(self, params: Params, frozen: Params | None = None,
+              ) -> tuple[Params, dict[str, tuple[Lowered, Flat, Flat]]]:
+        """What `publish` would return, on a mesh, and the programs that it would run, lowered,
+        each with the weights that it takes and those that it makes; all from shapes with
+        shardings, for devices that need not be there."""
+        whole, found = {}, {}
+        for name, tree in (("publish_frozen", frozen), ("publish", params)):
+            right, stale = self._divide({} if tree is None else tree)
+            whole |= right
+            if stale:
+                program = self._jitted(stale)
+                made = {key: _shape(x, NamedSharding(self.mesh, x.sharding.spec))
+                        for key, x in program.eval_shape(stale).items()}
+                found[name] = program.lower(stale), stale, made
+                whole |= made
+        return unflatten_dict(whole, sep="/"), found
+
     def _divide(self, params: Params) -> tuple[Flat, Flat]:
         """Those that are right as they are, and the others."""
         flat = flatten_dict(params, sep="/")
@@ -124,23 +142,34 @@ class Weights:
                  if _dtype(self.precision, name, x) != x.dtype or name in placed
                  and not x.sharding.is_equivalent_to(placed[name], x.ndim)}
         # Told of the rollouts' mesh, where it was the trainer's; that copies nothing.
-        right = {name: jax.device_put(x, placed[name]) if name in placed else x
+        told = lambda x, to: (  # noqa: E731
+            _shape(x, to) if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, to))
+        right = {name: told(x, placed[name]) if name in placed else x
                  for name, x in flat.items() if name not in stale}
         return right, stale
 
     def _compiled(self, stale: Flat) -> Callable[[Flat], Flat]:
+        program = self._jitted(stale)
+        if self.mesh is None:
+            return program
+        # Each host keeps of every result what lies on its own devices.
+        return lambda stale: {name: _here(x, self.mesh) for name, x in program(stale).items()}
+
+    def _jitted(self, stale: Flat):
         convert = partial(_convert, self.precision, {
             name: x.sharding for name, x in stale.items()
             if isinstance(getattr(x, "sharding", None), NamedSharding)})
         if self.mesh is None:
             return jax.jit(convert)
-        # The program runs wherever the trainer's weights are, so all hosts take part in it;
-        # each then keeps of every result what lies on its own devices.
+        # The program runs wherever the trainer's weights are, so all hosts take part in it.
         everywhere = _everywhere(next(iter(stale.values())).sharding, self.mesh)
         placed = _placed(jax.eval_shape(convert, stale), self.mesh)
-        program = jax.jit(convert, out_shardings={
+        return jax.jit(convert, out_shardings={
             name: NamedSharding(everywhere, own.spec) for name, own in placed.items()})
-        return lambda stale: {name: _here(x, self.mesh) for name, x in program(stale).items()}
+
+
+def _shape(x, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _dtype(precision: Precision, name: str, x: jax.Array) -> jnp.dtype:

@@ -1,0 +1,15 @@
+"""Qwen2.5-7B, all weights, on BFCL V3 multi-turn: 32 tasks x 16 rollouts of up to 12,288 tokens.
+
+Plan:     python -m experiments.memory_plan --config configs/qwen25_7b.py --topology v5p:2x2x2
+"""
+
+from ml_collections import ConfigDict
+
+from configs import qwen3_4b
+
+
+def get_config() -> ConfigDict:
+    config = qwen3_4b.get_config()
+    config.policy.path = "configs/models/qwen2.5-7b"
+    config.policy.thinking = "template"
+    return config

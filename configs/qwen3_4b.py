@@ -1,0 +1,32 @@
+"""Qwen3-4B, all weights, on BFCL V3 multi-turn: 32 tasks x 16 rollouts of up to 12,288 tokens.
+
+Plan:     python -m experiments.memory_plan --config configs/qwen3_4b.py --topology v6e:2x4
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    return ConfigDict(dict(
+        seed=0,
+        steps=200,
+        tasks_per_step=32,
+        group_size=16,
+        rows=8,
+        platform="tpu",
+        mesh=dict(fsdp=8),
+        tasks=dict(suite="bfcl", seeds=400, held_in=80),
+        policy=dict(source="hf", path="configs/models/qwen3-4b", thinking="off",
+                    compute_dtype="bfloat16", remat="layer"),
+        # A group's K/V fills a copy of the weights: its prompt, and 16 suffixes of 4,096 tokens.
+        sampler=dict(slots=16, max_len=12288, prompt_len=8192, max_new=1024, sharers=16, prompts=2,
+                     prefill=((1, 512),), extend=((8, 256),), page=128, prompt_page=256, steps=64,
+                     kv_bytes=13_000_000_000),
+        rollout_weights="bf16",
+        rollout_tensor=4,
+        update=dict(loss=dict(truncated_importance=2.0)),
+        optimizer=dict(lr=1e-6),
+        pool=dict(capacity=1024, p_max=400),
+        eval=dict(greedy=False),
+        checkpoint_every=10,
+    ))

@@ -1,0 +1,16 @@
+"""Qwen3-4B by adapters, on BFCL V3 multi-turn: 32 tasks x 16 rollouts of up to 12,288 tokens.
+
+Plan:     python -m experiments.memory_plan --config configs/qwen3_4b_lora.py --topology v5e:2x4
+"""
+
+from ml_collections import ConfigDict
+
+from configs import qwen3_4b
+
+
+def get_config() -> ConfigDict:
+    config = qwen3_4b.get_config()
+    config.policy.lora = ConfigDict(dict(rank=16, alpha=32.0))
+    config.rollout_weights = "trained"  # they are bfloat16 as the file has them
+    config.optimizer.lr = 2e-5
+    return config

@@ -54,6 +54,7 @@ def test_a_plan_counts_the_arrays_of_a_run(planned):
     found = planned
     config = tiny_config(**TINY)
     parts = policy.build(config)
+    assert policy.model_of(config) == (parts.decoder.config, "float32")
     state = init_state(parts.params, make_optimizer(config.optimizer), keep_reference=True)
     engine = Engine(parts.decoder, config.sampler, config.engine, parts.chat, parts.suite)
     programs = engine.slots.programs

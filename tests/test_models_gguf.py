@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rods_jax.models.config import ModelConfig
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.decoder import Decoder, init_params
-from rods_jax.models.gguf import load_gguf, smollm2_path
+from rods_jax.models.gguf import load_gguf, read_gguf_config, smollm2_path
 from rods_jax.text.gguf_metadata import read_metadata
 
 # head_dim 16 where d_model / n_heads is 8.
@@ -202,7 +202,9 @@ def our_logits(config, params, ids):
 def test_logits_equal_the_reference_on_the_files_own_tensors(tmp_path, arch, change):
     want_config = dataclasses.replace(CONFIG, **change)
     stored = drawn(want_config)
-    config, params = load_gguf(written(tmp_path / "m.gguf", want_config, stored, arch))
+    path = written(tmp_path / "m.gguf", want_config, stored, arch)
+    config, params = load_gguf(path)
+    assert read_gguf_config(path) == config
     assert config == want_config
     ids = np.array([3, 39, 7, 7, 0, 21], np.int32)
     want = reference.logits(reference_weights(stored), config, ids, neighbours=arch == "llama")

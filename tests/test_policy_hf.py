@@ -16,8 +16,9 @@ from policy_cases import biased_params, call, small_model, small_tokenizer
 from experiments import evaluate as evaluation
 from experiments import export as exporting
 from experiments import train as command
-from rods_jax import checkpoint, metrics
+from rods_jax import checkpoint, metrics, policy
 from rods_jax.config import UserError
+from rods_jax.config import load as load_config
 from rods_jax.models.attention import causal_mask
 from rods_jax.models.config import LoraConfig
 from rods_jax.models.decoder import Decoder
@@ -25,6 +26,7 @@ from rods_jax.models.hf.adapter import load_adapter
 from rods_jax.models.hf.config import Family
 from rods_jax.models.hf.export import export
 from rods_jax.models.hf.load import load
+from rods_jax.run_config import RunConfig
 from rods_jax.text.hermes import full_schema
 from rods_jax.text.tokenizer_files import SpecialTokens, write_tokenizer
 from rods_jax.tools.toolbox import ToolboxSuite
@@ -93,6 +95,14 @@ def logits(config, params):
     decoder = Decoder(config)
     hidden, _ = decoder.apply({"params": params}, tokens, np.arange(24)[None], causal_mask(24))
     return np.asarray(decoder.apply({"params": params}, hidden, method="logits"))
+
+
+def test_the_shape_of_a_model_needs_its_config_alone(model, tmp_path):
+    shutil.copy(model / "config.json", tmp_path)
+    whole, alone = (load_config(str(CONFIG), arguments(path)[3::2], RunConfig)
+                    for path in (model, tmp_path))
+    parts = policy.build(whole)
+    assert policy.model_of(alone) == (parts.decoder.config, str(parts.params["embed"].dtype))
 
 
 def test_it_trains_its_adapters_alone(model, played):

@@ -22,10 +22,10 @@ CONFIG = SamplerConfig(slots=4, max_len=40, prompt_len=14, max_new=6, sharers=3,
 SIZES = (4, 16, 24, 40)
 
 
-def make_programs(unroll=1, mesh=None, config=CONFIG):
+def make_programs(unroll=1, mesh=None, config=CONFIG, **more):
     model = ModelConfig(vocab_size=23, d_model=8, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=6,
                         d_ff=8, scan_unroll=unroll)
-    return Programs(Decoder(model), config, plan_memory(config, model), (1,), mesh)
+    return Programs(Decoder(model), config, plan_memory(config, model), (1,), mesh, **more)
 
 
 def fill(programs, seed=0):
@@ -94,6 +94,16 @@ def test_after_the_warm_up_no_size_compiles():
         for need in (0, 40, 9, 24, 1, 16, 17, 2, 40, 12, 0):
             programs.fit(need)
         assert not compiles.since(ready)
+
+
+def test_programs_of_shapes_have_the_full_cache_and_no_memory():
+    programs, made = make_programs(), make_programs(shapes_only=True)
+    programs.fit(SIZES[-1])
+    assert made.size == SIZES[-1] and len(made) == len(programs)
+    for shape, real in zip(jax.tree.leaves(made.cache), jax.tree.leaves(programs.cache),
+                           strict=True):
+        assert isinstance(shape, jax.ShapeDtypeStruct)
+        assert (shape.shape, shape.dtype) == (real.shape, real.dtype)
 
 
 def test_without_memory_to_grow_an_empty_cache_is_left():

@@ -77,6 +77,10 @@ def check_mesh(precision, sizes, tensor):
         equal(jax.tree.map(np.asarray, tree), want)
     # All of one mesh, also what was right as it lay: programs are made for one.
     assert all(x.sharding.mesh == own for x in jax.tree.leaves(got))
+    # From shapes alone it is told beforehand what comes out.
+    like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
+    told, _ = weights.lower(jax.tree.map(like, trained))
+    assert jax.tree.map(like, told) == jax.tree.map(like, got)
     q, k = got["layers"]["q"], got["layers"]["k"]
     assert set(q.sharding.device_set) == here
     assert q.addressable_shards[0].data.size * tensor == q.size

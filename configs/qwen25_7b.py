@@ -12,4 +12,5 @@ def get_config() -> ConfigDict:
     config = qwen3_4b.get_config()
     config.policy.path = "configs/models/qwen2.5-7b"
     config.policy.thinking = "template"
+    config.rollout_tensor = 1  # neighbours in the mesh of a v5p:2x2x2 are of two hosts
     return config

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Qwen3-4B and Qwen2.5-7B; 32 tasks x 16 rollouts, prompts of 8,192 tokens and 4,096 behind them.
-PLANS = (("qwen3_4b", "v6e:2x4"), ("qwen3_4b", "v5p:2x2x2"), ("qwen3_4b_lora", "v5e:2x4"),
-         ("qwen25_7b", "v5p:2x2x2"))
+PLANS = (("qwen3_4b", "v6e:2x4"), ("qwen3_4b", "v5p:2x2x2", "--set", "rollout_tensor=1"),
+         ("qwen3_4b_lora", "v5e:2x4"), ("qwen25_7b", "v5p:2x2x2"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed; "
@@ -30,9 +30,10 @@ def command(config, topology, folder, *more):
     return done.returncode, done.stdout, json.loads((folder / "plan.json").read_text())
 
 
-@pytest.mark.parametrize("config, topology", PLANS)
-def test_it_fits(config, topology, tmp_path):
-    code, shown, found = command(config, topology, tmp_path)
+@pytest.mark.parametrize("run", PLANS, ids=lambda run: "-".join(run[:2]))
+def test_it_fits(run, tmp_path):
+    config, topology, *sets = run
+    code, shown, found = command(config, topology, tmp_path, *sets)
     assert code == 0 and found["fits"] and found["free_fraction"] >= 0.1, shown
     assert found["devices"] == 8
     assert {name.partition("_")[0] for name in found["programs"]} == {

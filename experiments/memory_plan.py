@@ -1,4 +1,4 @@
-"""Will it fit? `python -m experiments.memory_plan --config C --topology v5e:2x4 [--set a.b=value ...]`.
+"""Will it fit? `python -m experiments.memory_plan --config C --topology v5e:2x4 [--set a.b=v ...]`.
 
 Compiles the programs of the config's run, the update and those of the rollouts, for the
 devices of --topology and prints what each takes of a device's memory, and the FLOPs of a

@@ -28,13 +28,14 @@ from jax.stages import Lowered
 from rods_jax import task_pool
 from rods_jax.config import UserError
 from rods_jax.grpo.batch import pack
-from rods_jax.grpo.sharded import shard_update
-from rods_jax.grpo.update import TrainState, init_state, make_optimizer, make_update
+from rods_jax.grpo.update import TrainState
+from rods_jax.learner import compiled_update, first_state, on_mesh, trained, trainer_mesh
+from rods_jax.models import lora
 from rods_jax.models.attention import choose
 from rods_jax.models.decoder import Decoder, init_params, unrolled, unstacked
 from rods_jax.models.flops import UpdateFlops, shared_work, update_flops
-from rods_jax.models.sharding import batch_sharding, make_mesh, param_shardings
-from rods_jax.policy import model_of, trained
+from rods_jax.models.sharding import param_shardings
+from rods_jax.policy import model_of
 from rods_jax.rollout.engine import rolled_out
 from rods_jax.rollout.slots import Slots
 from rods_jax.rollout.weights import local_mesh, make_weights
@@ -120,14 +121,15 @@ def trainers(config: RunConfig, topology: Topology) -> tuple[Decoder, str]:
     config.check_training()
     mesh = _mesh(config, topology)
     model, dtype = model_of(config)
-    return Decoder(model, batch_sharding(mesh)), dtype
+    return on_mesh(Decoder(model), mesh), dtype
 
 
 def flops(config: RunConfig, decoder: Decoder) -> UpdateFlops:
     """Of the updates of one step where all rollouts are as long as they may be."""
-    length, prompt = config.sampler.max_len, config.sampler.prompt_len
-    work = shared_work(config.tasks_per_step, config.group_size, prompt, length - prompt)
-    kind = choose(decoder.config, length, decoder.activations)
+    shape, prompt = batch_shape(config), config.sampler.prompt_len
+    work = shared_work(config.tasks_per_step, config.group_size, prompt,
+                       config.sampler.max_len - prompt)
+    kind = choose(decoder.config, shape.length - 1, decoder.activations, shape.prompt, shape.alone)
     return update_flops(decoder.config, work, kind, config.update.loss.kl_coef > 0)
 
 
@@ -186,10 +188,8 @@ def state_shapes(config: RunConfig, decoder: Decoder, dtype: str, mesh: Mesh) ->
     frozen, own = trained(decoder, params)
     if frozen is not None:
         frozen = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), frozen)
-    optimizer = make_optimizer(config.optimizer)
-    state = jax.eval_shape(
-        lambda own, frozen: init_state(own, optimizer, config.update.loss.kl_coef > 0, frozen),
-        own, frozen)
+        params = lora.join(frozen, own)
+    state = jax.eval_shape(lambda params: first_state(config, decoder, params), params)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
                         state, param_shardings(state, mesh))
 
@@ -207,8 +207,7 @@ def _update(config: RunConfig, decoder: Decoder, mesh: Mesh, state: TrainState) 
     shape = batch_shape(config)
     batch = jax.eval_shape(lambda: pack([], np.zeros((shape.tasks, shape.group)), shape,
                                         drop_dead=not config.update.dead_carry_loss))
-    update = make_update(decoder, config.update, make_optimizer(config.optimizer))
-    return shard_update(update, mesh, state, shape).lower(state, batch)
+    return compiled_update(config, decoder, shape, mesh, state).lower(state, batch)
 
 
 def _placed_as_compiled(lowered: Lowered):
@@ -223,4 +222,4 @@ def _mesh(config: RunConfig, topology: Topology) -> Mesh:
             f"topology {topology.name} has {len(topology.devices)} devices, the mesh data="
             f"{sizes.data} fsdp={sizes.fsdp} context={sizes.context} tensor={sizes.tensor} needs "
             f"{sizes.size}: set mesh to sizes whose product is {len(topology.devices)}")
-    return make_mesh(sizes.data, sizes.fsdp, sizes.tensor, topology.devices, sizes.context)
+    return trainer_mesh(sizes, topology.devices)

@@ -187,8 +187,8 @@ class BatchConfig:
     """How trajectories are packed for an update, see BatchShape in grpo/batch.py; of all
     devices together. rows: of a micro-batch. length: tokens of a row that are run, 0:
     sampler.max_len. Rows are what each rollout has after the prompt of its group; a smaller length than max_len
-    needs sampler.max_own. prompts: how many are computed at a time; 0: each rollout is trained
-    with a prompt of its own. alone: one rollout a row, for the kernels of TPUs. lengths: shorter
+    needs sampler.max_own. prompts: how many are computed at a time, at least one on each part of
+    the mesh; 0: each rollout is trained with a prompt of its own. alone: one rollout a row, for the kernels of TPUs. lengths: shorter
     ones that micro-batches may have."""
 
     rows: int = 16
@@ -291,12 +291,12 @@ def batch_shape(config: RunConfig, rows_each: int = 1) -> BatchShape:
         if own > length:
             raise ValueError(f"batch.length {length} does not hold what a rollout may have after "
                              f"its prompt: set sampler.max_own to {length} or less")
-    tasks = config.tasks_per_step // config.minibatches
-    at_once = min(batch.prompts, -(-tasks // config.mesh.parts) * config.mesh.parts) or tasks
+    tasks, parts = config.tasks_per_step // config.minibatches, config.mesh.parts
+    at_once = -(-min(batch.prompts or tasks, tasks) // parts) * parts
     # Were no two rollouts to fit into one row.
     micro = -(-tasks // at_once) * -(-at_once * config.group_size * rows_each // batch.rows)
     return BatchShape(
         micro=micro, rows=batch.rows, length=length + 1, tasks=tasks, group=config.group_size,
         prompts=at_once if batch.prompts else 0, prompt=sampler.prompt_len if batch.prompts else 0,
-        parts=config.mesh.parts, alone=batch.alone,
+        parts=parts, alone=batch.alone,
         lengths=tuple(n + 1 for n in batch.lengths))

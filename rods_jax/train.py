@@ -83,7 +83,7 @@ class Run:
         suite = self.parts.suite
         self.host = make_host(suite, config.tasks.spec(), config.workers)
         mesh = trainer_mesh(config.mesh)
-        mesh = mesh and local_mesh(mesh, config.mesh.tensor)
+        mesh = mesh and local_mesh(mesh, config.rollout_tensor)
         decoder, self.weights = make_weights(self.parts.decoder, config.rollout_weights, mesh)
         self.engine = Engine(decoder, config.sampler, config.engine, self.parts.chat,
                              suite, self.host, mesh)

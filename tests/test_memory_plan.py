@@ -24,7 +24,7 @@ from rods_jax.rollout.engine import Engine
 from rods_jax.run_config import RunConfig, batch_shape
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
-TINY = dict(warm_start=None, update=dict(loss=dict(kl_coef=0.1)), rows=8)
+TINY = dict(warm_start=None, update=dict(loss=dict(kl_coef=0.1)), batch=dict(rows=8))
 
 
 def arguments(folder, *more):

@@ -15,10 +15,10 @@ from rods_jax.models import lora
 from rods_jax.models.config import Attention, ModelConfig, Remat
 
 # Products of the size of queries x keys that each attention makes in the backward pass beside
-# the four of the gradients, to have its scores again: one of queries and keys, where a kernel
-# makes all gradients at once; splash makes those of queries and those of keys and values apart,
+# the four of the gradients, to have its scores again: one of queries and keys, where all
+# gradients are made at once; splash makes those of queries and those of keys and values apart,
 # each with scores and their gradients of its own.
-_SCORES_AGAIN = {Attention.XLA: 0, Attention.CUDNN: 1, Attention.SPLASH: 3}
+_SCORES_AGAIN = {Attention.XLA: 1, Attention.CUDNN: 1, Attention.SPLASH: 3}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,27 +105,25 @@ def update_flops(model: ModelConfig, work: Work, attention: Attention,
     frozen = weights + head if model.lora else 0
     return UpdateFlops(
         forward=forward, backward=2 * forward - frozen, reference=forward * reference,
-        layers_again=_layers_again(model, work, attention),
+        layers_again=_layers_again(model, work),
         attention_again=_SCORES_AGAIN[attention] * product, head_again=head)
 
 
-def _layers_again(model: ModelConfig, work: Work, attention: Attention) -> int:
+def _layers_again(model: ModelConfig, work: Work) -> int:
     """What remat computes again. Of a layer's last projection, `down`, nobody needs the result
     in the backward pass; of its adapter only what A makes."""
-    product = _product(model, work.pairs)
     if model.remat is Remat.NONE:
         return 0
     inner_outer = _projections(model)
     rank = model.lora.rank if model.lora else 0
     adapted = model.lora.parameters if model.lora else ()
-    if model.remat is Remat.DOTS:  # keeps what weights and A make, and what kernels give
+    if model.remat is Remat.DOTS:  # keeps what weights and A make, and what attention gives
         again = sum(rank * inner_outer[name][1] for name in adapted if name != "down")
-        return (2 * model.n_layers * again * work.tokens
-                + 2 * product * (attention is Attention.XLA))
+        return 2 * model.n_layers * again * work.tokens
     again = sum(inner * outer for name, (inner, outer) in inner_outer.items() if name != "down")
     again += sum(_adapter(model, name) for name in adapted)
     again -= rank * inner_outer["down"][1] * ("down" in adapted)
-    return 2 * model.n_layers * again * work.tokens + 2 * product
+    return 2 * model.n_layers * again * work.tokens + 2 * _product(model, work.pairs)
 
 
 def _projections(model: ModelConfig) -> dict[str, tuple[int, int]]:

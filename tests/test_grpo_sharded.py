@@ -147,6 +147,6 @@ def test_rows_must_divide():
     assert batch_shardings(mesh, BatchShape(1, 3, 8, 1, 2)).tokens_MxRxL.mesh == mesh
 
     class Wide:
-        shape = {"data": 2, "fsdp": 4}
+        shape = {"data": 2, "fsdp": 4, "context": 1}
     with pytest.raises(ValueError, match="6 rows a micro-batch do not divide over 8 devices"):
         batch_shardings(Wide(), BatchShape(1, 6, 8, 1, 2))

@@ -126,7 +126,7 @@ CPU = SimpleNamespace(platform="cpu")
 def chosen(device, length=256, **fields):
     """With a mesh of that device."""
     config = dataclasses.replace(TOY, **{"compute_dtype": "bfloat16", **fields})
-    on = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([[device]], object)))
+    on = SimpleNamespace(mesh=SimpleNamespace(devices=np.array([[device]], object)), spec=("data",))
     return choose(config, length, on)
 
 

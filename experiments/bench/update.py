@@ -30,6 +30,7 @@ from experiments.bench.peers import Peer, PeerName
 from experiments.bench.rollout import MODEL, make_params, rotated
 from experiments.bench.update_cases import (
     UPDATE_CASES, UpdateCase, UpdateWork, make_update_work)
+from rods_jax import topology
 from rods_jax.config import UserError
 from rods_jax.grpo.update import OptimizerConfig, UpdateConfig
 from rods_jax.models.attention import Segments
@@ -118,7 +119,7 @@ def bench_update(plan: UpdatePlan) -> dict[str, Json]:
         "cases": {case.name: case_figures(plan.model, case, timed[case.name], peak)
                   for case in plan.cases},
         "repeats": plan.repeats, "parameters": count_params(params),
-        "machine": {**peak, "cores": machine.cores(), "memory_bytes": machine.memory_bytes(),
+        "machine": {**peak, "cores": machine.cores(), "memory_bytes": topology.memory_bytes(),
                     "others_cores_busy": busy},
         "peers": greetings, "versions": installed_versions(),
     }

@@ -109,12 +109,13 @@ def _by_chunks_backward(score, chunk: int, saved, grads):
             return score(whole, hidden, target, wanted)
 
         d_weights, d_hidden = jax.vjp(again, pick(weights), hidden)[1](tuple(grad))
-        return (jax.tree.map(jnp.add, total[0], d_weights),
+        return (jax.tree.map(lambda total, d: total + d.astype(total.dtype), total[0], d_weights),
                 _with_columns(total[1], d_hidden, i, chunk))
 
-    zeros = jax.tree.map(jnp.zeros_like, (pick(weights), hidden_RxLxD))
+    # Added up in float32 whatever the weights are in, and rounded once.
+    zeros = [jnp.zeros(w.shape, jnp.float32) for w in pick(weights)], jnp.zeros_like(hidden_RxLxD)
     d_weights, d_hidden = jax.lax.fori_loop(0, n_used, step, zeros)
-    d_weights = iter(d_weights)
+    d_weights = iter([d.astype(w.dtype) for d, w in zip(d_weights, pick(weights))])
     return [next(d_weights) if t else None for t in trained], d_hidden, None, None, None
 
 

@@ -17,12 +17,13 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rods_jax.grpo.batch import BatchShape, PackedBatch
 from rods_jax.grpo.logprobs import token_logprobs
 from rods_jax.models import lora
 from rods_jax.models.attention import Segments, Shared
-from rods_jax.models.decoder import Decoder
+from rods_jax.models.decoder import Decoder, head_name, logits_by
 from rods_jax.models.memory import Memory
 from rods_jax.models.sharding import prompt_sharding
 
@@ -81,20 +82,37 @@ def shared_prompts(kv: KV | None, batch: PackedBatch, u: jax.Array, rows: Rows,
     return (Memory(*kv, where=Shared(rows.prompt_R, at(batch.prompt_length_UxK, u))),)
 
 
-def micro_logprobs(decoder: Decoder, params: Params, rows: Rows,
-                   memories: tuple[Memory, ...], mask_RxL: jax.Array, temperature: float, chunk: int, entropy_gradient: bool,
+def micro_logprobs(decoder: Decoder, params: Params, rows: Rows, memories: tuple[Memory, ...],
+                   mask_RxL: jax.Array, temperature: float, chunk: int, entropy_gradient: bool,
                    ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies float32 [R, L] of one micro-batch, 0 where mask is False.
-    params: all weights. memories: see shared_prompts. ValueError where
-    the weights' adapters are not what decoder.config says."""
+    params: all weights. memories: see shared_prompts. ValueError where the weights' adapters
+    are not what decoder.config says."""
     lora.check(params, decoder.config)
-    variables = {"params": params}
     hidden_RxLxD, _ = decoder.apply(
-        variables, rows.tokens_RxL[:, :-1], rows.positions_RxL[:, :-1],
+        {"params": params}, rows.tokens_RxL[:, :-1], rows.positions_RxL[:, :-1],
         Segments(rows.segments_RxL[:, :-1], rows.alone), memories)
-    head = partial(decoder.apply, variables, method="logits")
-    return token_logprobs(head, hidden_RxLxD, rows.tokens_RxL, mask_RxL, temperature, chunk,
-                          entropy_gradient)
+    return _scored(decoder, params, hidden_RxLxD, rows.tokens_RxL, mask_RxL, temperature, chunk,
+                   entropy_gradient)
+
+
+def _scored(decoder: Decoder, params: Params, hidden_RxLxD, tokens_RxL, mask_RxL, *how):
+    """token_logprobs. On a mesh each device scores its own rows: it gets the head's weights
+    once, not in every chunk, and adds its part of their gradient up before all is summed."""
+    weights = params[head_name(decoder.config)].astype(decoder.config.compute_dtype)
+
+    def score(weights, hidden_RxLxD, tokens_RxL, mask_RxL):
+        head = partial(logits_by, decoder.config, weights)
+        return token_logprobs(head, hidden_RxLxD, tokens_RxL, mask_RxL, *how)
+
+    if decoder.activations is not None:
+        mesh, rows = decoder.activations.mesh, decoder.activations.spec[0]
+        spec = PartitionSpec(rows)
+        # What splits a row's vocabulary is left to the compiler.
+        score = jax.shard_map(
+            score, mesh=mesh, axis_names={rows} if isinstance(rows, str) else set(rows),
+            in_specs=(PartitionSpec(), spec, spec, spec), out_specs=spec, check_vma=False)
+    return score(weights, hidden_RxLxD, tokens_RxL, mask_RxL)
 
 
 def accumulate(prompts: Callable, micro_loss: Callable, params: Params, batch: PackedBatch,

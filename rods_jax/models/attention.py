@@ -82,8 +82,9 @@ def choose(config: ModelConfig, length: int, activations: NamedSharding | None,
     the device the program is traced for: the mesh's where there is one, else the default device.
 
     AUTO takes splash on a TPU and cuDNN on an NVIDIA GPU wherever they can run, and XLA
-    elsewhere, as for prompts whose tokens are split over devices. Without `activations` it leaves kernels alone if there is more than one device:
-    they are not partitioned automatically, and tracing does not tell for how many it is.
+    elsewhere, as for prompts whose tokens are split over devices. Without `activations` it leaves
+    kernels alone if there is more than one device: they are not partitioned automatically, and
+    tracing does not tell for how many it is.
     ValueError where a kernel asked for by name cannot run.
     """
     asked = config.attention

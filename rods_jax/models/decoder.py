@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rods_jax.models import blockwise, int8, lora, memory
+from rods_jax.models import blockwise, int8, lora, memory, sharding
 from rods_jax.models.attention import (
     Segments, Shared, attend, attend_segments, causal_mask, choose, segment_mask)
 from rods_jax.models.config import PROJECTIONS, ModelConfig, Remat
@@ -277,20 +277,34 @@ class Decoder(nn.Module):
 
     def _lookup(self, tokens):
         """Rows of the embedding, in compute_dtype. The table stays float32: its gradient
-        sums over all uses of a token. On a mesh its width is gathered first, like any other
-        weight's, since a lookup in a split width would have to be split anew by batch."""
-        table = self.embed
-        if self.activations is not None:
-            spec = jax.sharding.PartitionSpec
-            table = _pin(table, jax.sharding.NamedSharding(
-                self.activations.mesh, spec(spec.UNCONSTRAINED, None)))
-        return _pin(table[tokens].astype(self.config.compute_dtype), self.activations)
+        sums over all uses of a token. On a mesh each device looks all tokens up in its part of
+        the width, and the parts change places: neither table nor gradient is ever whole."""
+        if self.activations is None:
+            return self.embed[tokens].astype(self.config.compute_dtype)
+        mesh, (rows, *_) = self.activations.mesh, (*self.activations.spec, None)
+        rows = (rows,) if isinstance(rows, str) else rows or ()
+        width = sharding.width_axes(mesh, self.config.d_model)
+        apart = tuple(axis for axis in rows if axis not in width) or None
+        on = lambda *axes: jax.sharding.NamedSharding(  # noqa: E731
+            mesh, jax.sharding.PartitionSpec(*axes))
+        found = self.embed[_pin(tokens, on(apart))].astype(self.config.compute_dtype)
+        return _pin(_pin(found, on(apart, None, width or None)), self.activations)
 
     def logits(self, hidden) -> jax.Array:
         """float32 [..., V] of hidden states [..., D]: `apply(..., method="logits")`."""
-        if self.config.tie_embeddings:
-            return _project_turned(hidden, self.embed, dtype=jnp.float32)
-        return _project(hidden, self.head, dtype=jnp.float32)
+        return logits_by(self.config, self.embed if self.config.tie_embeddings else self.head,
+                         hidden)
+
+
+def head_name(config: ModelConfig) -> str:
+    """The parameter that makes logits."""
+    return "embed" if config.tie_embeddings else "head"
+
+
+def logits_by(config: ModelConfig, weights: jax.Array, hidden: jax.Array) -> jax.Array:
+    """float32 [..., V] of hidden states [..., D], by the parameter `head_name`."""
+    project = _project_turned if config.tie_embeddings else _project
+    return project(hidden, weights, dtype=jnp.float32)
 
 
 def unrolled(config: ModelConfig) -> bool:

@@ -155,6 +155,13 @@ def prompt_sharding(rows: NamedSharding) -> NamedSharding:
         tuple(axis for axis in axes if axis != CONTEXT), CONTEXT))
 
 
+def width_axes(mesh: Mesh, d_model: int, rules: ShardingRules = ShardingRules()) -> tuple[str, ...]:
+    """Mesh axes that split the model width in weights; none where it does not divide."""
+    axes = (rules.embed,) if isinstance(rules.embed, str) else rules.embed or ()
+    axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+    return axes if d_model % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 

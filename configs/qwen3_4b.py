@@ -18,17 +18,17 @@ def get_config() -> ConfigDict:
         steps=200,
         tasks_per_step=32,
         group_size=16,
-        # Two suffixes and a prompt on each device at a time.
-        batch=dict(rows=16, length=4096, prompts=8, alone=True),
+        # A prompt, and one of its rollouts after another, on each device.
+        batch=dict(rows=8, length=4096, prompts=8, alone=True),
         platform="tpu",
         mesh=dict(fsdp=8),
         tasks=dict(suite="bfcl", seeds=400, held_in=80),
         policy=dict(source="hf", path="configs/models/qwen3-4b", thinking="off",
                     compute_dtype="bfloat16", remat="layer"),
-        # A group's K/V fills a copy of the weights: its prompt, and 16 suffixes of 4,096 tokens.
+        # K/V of two prompts and nine rollouts that fill their length; most are shorter.
         sampler=dict(slots=16, max_len=12288, prompt_len=8192, max_own=4096, max_new=1024,
-                     sharers=16, prompts=2, prefill=((1, 512),), extend=((8, 256),), page=128, prompt_page=256, steps=64,
-                     kv_bytes=13_000_000_000),
+                     sharers=16, prompts=2, prefill=((1, 512),), extend=((8, 256),), page=128,
+                     prompt_page=256, steps=64, kv_bytes=8_000_000_000),
         rollout_weights="bf16",
         rollout_tensor=4,
         update=dict(loss=dict(truncated_importance=2.0)),

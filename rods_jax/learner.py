@@ -22,6 +22,9 @@ from rods_jax.models.sharding import (
 from rods_jax.run_config import RunConfig
 from rods_jax.types import Trajectory
 
+# A vocabulary or heads that do not divide over the tensor axis are whole on each device.
+RULES = ShardingRules(replicate_uneven=True)
+
 
 def trainer_mesh(config: MeshConfig, devices: Sequence | None = None) -> Mesh | None:
     """The mesh a config asks for; None for one device, which needs none."""
@@ -32,7 +35,7 @@ def trainer_mesh(config: MeshConfig, devices: Sequence | None = None) -> Mesh | 
 
 def on_mesh(decoder: Decoder, mesh: Mesh | None) -> Decoder:
     """The decoder that trains: rows lie over the mesh."""
-    rows = mesh and batch_sharding(mesh, over=ShardingRules().rows)
+    rows = mesh and batch_sharding(mesh, over=RULES.rows)
     return decoder.clone(activations=rows)
 
 
@@ -56,7 +59,7 @@ def compiled_update(config: RunConfig, decoder: Decoder, shape: BatchShape, mesh
     update = make_update(decoder, config.update, make_optimizer(config.optimizer), shape)
     if mesh is None:
         return jax.jit(update, donate_argnums=0)
-    return shard_update(update, mesh, state, shape)
+    return shard_update(update, mesh, state, shape, RULES)
 
 
 class Learner:
@@ -80,7 +83,7 @@ class Learner:
 
     def _placed(self, state: TrainState) -> TrainState:
         return state if self.mesh is None else jax.device_put(
-            state, param_shardings(state, self.mesh))
+            state, param_shardings(state, self.mesh, RULES))
 
     def step(self, groups: Sequence[Sequence[Trajectory | None]], rewards_TxG: np.ndarray,
              ) -> list[UpdateMetrics]:

@@ -29,7 +29,7 @@ from rods_jax import task_pool
 from rods_jax.config import UserError
 from rods_jax.grpo.batch import pack
 from rods_jax.grpo.update import TrainState
-from rods_jax.learner import compiled_update, first_state, on_mesh, trained, trainer_mesh
+from rods_jax.learner import RULES, compiled_update, first_state, on_mesh, trained, trainer_mesh
 from rods_jax.models import lora
 from rods_jax.models.attention import choose
 from rods_jax.models.decoder import Decoder, init_params, unrolled, unstacked
@@ -191,7 +191,7 @@ def state_shapes(config: RunConfig, decoder: Decoder, dtype: str, mesh: Mesh) ->
         params = lora.join(frozen, own)
     state = jax.eval_shape(lambda params: first_state(config, decoder, params), params)
     return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-                        state, param_shardings(state, mesh))
+                        state, param_shardings(state, mesh, RULES))
 
 
 def on_device(tree) -> int:

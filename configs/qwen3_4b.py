@@ -18,10 +18,10 @@ def get_config() -> ConfigDict:
         steps=200,
         tasks_per_step=32,
         group_size=16,
-        # A prompt, and one of its rollouts after another, on each device.
-        batch=dict(rows=8, length=4096, prompts=8, alone=True),
+        # Two devices share a prompt, half of its tokens each, and run one rollout each at a time.
+        batch=dict(rows=8, length=4096, prompts=4, alone=True),
         platform="tpu",
-        mesh=dict(fsdp=8),
+        mesh=dict(fsdp=4, context=2),
         tasks=dict(suite="bfcl", seeds=400, held_in=80),
         policy=dict(source="hf", path="configs/models/qwen3-4b", thinking="off",
                     compute_dtype="bfloat16", remat="layer"),

@@ -17,5 +17,6 @@ def get_config() -> ConfigDict:
     config = qwen3_4b.get_config()
     config.policy.lora = ConfigDict(dict(rank=16, alpha=32.0))
     config.rollout_weights = "trained"  # they are bfloat16 as the file has them
+    config.sampler.kv_bytes = 6_000_000_000
     config.optimizer.lr = 2e-5
     return config

@@ -62,3 +62,33 @@ def small_batch(seed=0, tasks=3, group=4):
     groups[-1][-1] = None
     rewards[-1, -1] = np.nan
     return groups, rewards
+
+
+def group_of(rng, prompt, size, task, longest=15):
+    """Rollouts of one prompt: messages and tool results in turn, of different lengths."""
+    found = []
+    for sample in range(size):
+        author = [Author.PROMPT] * len(prompt)
+        while len(author) < longest - 5:
+            author += [Author.SAMPLED] * int(rng.integers(1, 4))
+            author += [Author.INSERTED] * int(rng.integers(0, 3))
+            if rng.random() < 0.4:
+                break
+        author = np.asarray(author, np.int8)
+        ids = np.concatenate([prompt, rng.integers(0, VOCAB, len(author) - len(prompt))])
+        logprobs = np.where(author == Author.SAMPLED,
+                            -2.5 + 0.6 * rng.standard_normal(len(ids)), 0)
+        found.append(trajectory(ids, author, logprobs, uid=f"t{task}", sample=sample))
+    return found
+
+
+def shared_groups(seed, lengths=(4, 1, 7)):
+    """Groups of prompts of these lengths; the first is dead, the last lacks a sample."""
+    rng = np.random.default_rng(seed)
+    groups = [group_of(rng, rng.integers(0, VOCAB, n), 4, t) for t, n in enumerate(lengths)]
+    rewards = rng.integers(0, 5, (len(lengths), 4)).astype(np.float32) / 4
+    rewards[:, :2] = [0.0, 1.0]
+    rewards[0] = 0.5
+    groups[-1][-1] = None
+    rewards[-1, -1] = np.nan
+    return groups, rewards

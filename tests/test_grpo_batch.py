@@ -1,11 +1,13 @@
 """Packing: nothing lost, nothing doubled, rows in order, one line when it does not fit."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_cases import random_trajectory, small_batch, trajectory
+from grpo_cases import random_trajectory, shared_groups, small_batch, trajectory
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.logprobs import predicted_mask
 from rods_jax.types import EndReason
@@ -137,3 +139,96 @@ def test_errors_name_figures_and_remedy():
         pack([[bad, bad]], np.array([[0.0, 1]]), BatchShape(1, 2, 16, 1, 2), False)
     with pytest.raises(ValueError, match="batch rows is 0"):
         BatchShape(1, 0, 16, 1, 2)
+
+
+# ---------------------------------------------------------------- shared prompts
+
+
+def shared_shape(rng):
+    """A shape with parts, several prompts at a time, rows for one or for several."""
+    parts = int(rng.integers(1, 3))
+    return BatchShape(
+        micro=24, rows=parts * int(rng.integers(1, 4)), length=15, tasks=3, group=4,
+        prompts=parts * int(rng.integers(1, 3)), prompt=int(rng.integers(1, 9)), parts=parts,
+        alone=bool(rng.integers(2)), lengths=((), (6, 9))[rng.integers(2)])
+
+
+def read_back(batch, shape):
+    """{flat index: (tokens, author, logprobs)} of the rows with their prompts in front."""
+    found, begin = {}, 0
+    for u, end in enumerate(batch.end_U):
+        for i, j in itertools.product(range(begin, end), range(shape.rows)):
+            part = j // (shape.rows // shape.parts)
+            k = part * (shape.prompts // shape.parts) + batch.prompt_MxR[i, j]
+            n = batch.prompt_length_UxK[u, k]
+            segments = batch.segments_MxRxL[i, j]
+            assert shape.buckets[batch.bucket_M[i]] >= np.count_nonzero(segments)
+            assert segments.max() <= 1 or not shape.alone
+            for segment in range(1, segments.max() + 1):
+                at = segments == segment
+                index, = set(batch.traj_MxRxL[i, j, at].tolist())
+                assert index not in found
+                assert batch.positions_MxRxL[i, j, at].tolist() == list(range(n, n + at.sum()))
+                whole = lambda shared, own: np.concatenate([shared, own[i, j, at]])  # noqa: E731
+                found[index] = (whole(batch.prompts_UxKxP[u, k, :n], batch.tokens_MxRxL),
+                                whole(np.zeros(n), batch.author_MxRxL),
+                                whole(np.zeros(n), batch.logprobs_MxRxL))
+        begin = end
+    assert begin == batch.n_micro
+    return found
+
+
+@given(st.integers(0, 2 ** 31))
+@settings(max_examples=60, deadline=None)
+def test_every_trajectory_comes_back_behind_its_groups_prompt(seed):
+    rng = np.random.default_rng(seed)
+    shape, (groups, rewards) = shared_shape(rng), shared_groups(seed)
+    batch = pack(groups, rewards, shape, drop_dead=False)
+    found = read_back(batch, shape)
+    assert set(found) == set(range(12)) - {11}
+    for index, (tokens, author, logprobs) in found.items():
+        source = groups[index // 4][index % 4]
+        n = np.flatnonzero(source.author_L == 1)[-1] + 1
+        np.testing.assert_array_equal(tokens, source.tokens_L[:n])
+        np.testing.assert_array_equal(author, source.author_L[:n])
+        np.testing.assert_array_equal(logprobs, source.logprobs_L[:n])
+    # A row's own part begins before its first sampled token, which it must predict.
+    assert not batch.sampled_MxRxL[..., 0].any()
+    assert batch.n_sets == (np.diff(batch.end_U, prepend=0) > 0).sum()
+
+
+def test_a_groups_prompt_ends_where_its_rows_differ():
+    a, b = (trajectory([1, 2, 3, last, 5, 6], [0, 0, 0, 0, 1, 1]) for last in (4, 7))
+    shape = BatchShape(1, 2, 8, 1, 2, prompts=1, prompt=6)
+    batch = pack([[a, b]], np.array([[0.0, 1]]), shape, True)
+    assert batch.prompts_UxKxP[0, 0, :3].tolist() == [1, 2, 3]
+    assert batch.prompt_length_UxK.tolist() == [[3]]
+    assert batch.tokens_MxRxL[0, 0, :6].tolist() == [4, 5, 6, 7, 5, 6]
+    same = pack([[a, a]], np.array([[0.0, 1]]), shape, True)
+    assert same.prompt_length_UxK.tolist() == [[3]], "the last one is needed to predict the next"
+
+
+def test_processes_agree_on_the_micro_batches_of_the_fullest():
+    groups, rewards = shared_groups(1)
+    shape = BatchShape(12, 2, 15, 3, 4, prompts=1, prompt=8)
+    alone = pack(groups, rewards, shape, False)
+    agreed = pack(groups, rewards, shape, False, agree=lambda counts: counts + 1)
+    np.testing.assert_array_equal(np.diff(agreed.end_U, prepend=0),
+                                  np.diff(alone.end_U, prepend=0) + 1)
+    assert read_back(agreed, shape).keys() == read_back(alone, shape).keys()
+
+
+def test_errors_of_shared_batches_name_figures_and_remedy():
+    groups, rewards = shared_groups(1)
+    with pytest.raises(ValueError, match="do not fit 1 micro-batches of 1 rows of 15 tokens, they "
+                                         r"take \d+: raise micro"):
+        pack(groups, rewards, BatchShape(1, 1, 15, 3, 4, prompts=1, prompt=8), False)
+    with pytest.raises(ValueError, match=r"has \d+ tokens behind 3 that its group shares, a row "
+                                         "holds 4: raise length"):
+        pack(groups, rewards, BatchShape(12, 2, 4, 3, 4, prompts=1, prompt=8), False)
+    with pytest.raises(ValueError, match="prompts is 1 of 0 tokens: give both"):
+        BatchShape(1, 1, 4, 1, 1, prompts=1)
+    with pytest.raises(ValueError, match="3 rows a micro-batch do not divide over 2 parts"):
+        BatchShape(1, 3, 4, 1, 1, parts=2)
+    with pytest.raises(ValueError, match="batch lengths are \\(4,\\): give lengths of 2 to below 4"):
+        BatchShape(1, 1, 4, 1, 1, lengths=(4,))

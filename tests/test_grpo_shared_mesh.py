@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from eight_devices import run_on_eight_devices
-from grpo_cases import tiny_decoder
+from grpo_cases import shared_groups, tiny_decoder
 from rods_jax.grpo.advantage import AdvantageConfig
 from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.loss import LossConfig
@@ -24,7 +24,6 @@ from rods_jax.grpo.optimizer import OptimizerConfig, OptimizerKind, make_optimiz
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update
 from rods_jax.learner import on_mesh
 from rods_jax.models.sharding import make_mesh, param_shardings
-from test_grpo_shared import shared_groups
 
 CONFIG = UpdateConfig(loss=LossConfig(kl_coef=0.1), logit_chunk=4,
                       advantage=AdvantageConfig(dead_keep_kl=True))

@@ -201,7 +201,17 @@ class Layer(nn.Module):
         x = x_BxCxD + self._linear("o", seen)
         y = rms_norm(x, self.mlp_norm, eps)
         y = nn.silu(self._linear("gate", y)) * self._linear("up", y)
-        return _pin(x + self._linear("down", y), self.activations), (k, v)
+        return _pin(x + self._linear("down", y), self.activations), (
+            self._in_parts(k), self._in_parts(v))
+
+    def _in_parts(self, x_BxKVxCxHD):
+        """K or V of a sequence whose tokens are split over devices, split as they are."""
+        rows, sequence, *_ = (*(self.activations.spec if self.activations else ()), None, None)
+        if sequence is None:
+            return x_BxKVxCxHD
+        spec = jax.sharding.PartitionSpec
+        return _pin(x_BxKVxCxHD, jax.sharding.NamedSharding(
+            self.activations.mesh, spec(rows, spec.UNCONSTRAINED, sequence)))
 
 
 def _remat(config: ModelConfig):

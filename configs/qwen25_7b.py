@@ -2,7 +2,7 @@
 
 Plan:     python -m experiments.memory_plan --config configs/qwen25_7b.py --topology v5p:2x2x2
 Takes:    3 minutes on two cores; needs libtpu, and no TPU
-Shows:    50.4 GB of 102.8 on each of eight v5p chips, 51 % free; an update needs 126 x 10^15
+Shows:    46.2 GB of 102.8 on each of eight v5p chips, 55 % free; an update needs 126 x 10^15
           FLOPs, and computes 47 x 10^15 again
 
 To train, give the folder of the model itself: --set policy.path=FOLDER.

@@ -2,9 +2,10 @@
 
 Plan:     python -m experiments.memory_plan --config configs/qwen3_4b.py --topology v6e:2x4
           (--topology v5p:2x2x2 --set rollout_tensor=1, for neighbours in the mesh are of two hosts)
-Takes:    8 minutes on two busy cores; needs libtpu, and no TPU
-Shows:    25.2 GB of 33.6 on each of eight v6e chips, 25 % free; an update of 32 x 16 rollouts
-          that fill their 12,288 tokens needs 96 x 10^15 FLOPs, and computes 48 x 10^15 again
+Takes:    7 minutes on two cores; needs libtpu, and no TPU
+Shows:    24.2 GB of 33.6 on each of eight v6e chips, 28 % free (30.2 of 102.8 on v5p); an update
+          of 32 x 16 rollouts that fill their 12,288 tokens needs 96 x 10^15 FLOPs, and computes
+          48 x 10^15 again
 
 To train, give the folder of the model itself: --set policy.path=FOLDER.
 """

@@ -1,8 +1,8 @@
 """Qwen3-4B by adapters, on BFCL V3 multi-turn: 32 tasks x 16 rollouts of up to 12,288 tokens.
 
 Plan:     python -m experiments.memory_plan --config configs/qwen3_4b_lora.py --topology v5e:2x4
-Takes:    8 minutes on two busy cores; needs libtpu, and no TPU
-Shows:    12.9 GB of 16.9 on each of eight v5e chips, 24 % free; an update needs 78 x 10^15 FLOPs,
+Takes:    6 minutes on two busy cores; needs libtpu, and no TPU
+Shows:    14.0 GB of 16.9 on each of eight v5e chips, 17 % free; an update needs 78 x 10^15 FLOPs,
           and computes 48 x 10^15 again
 
 To train, give the folder of the model itself: --set policy.path=FOLDER.

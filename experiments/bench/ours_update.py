@@ -15,7 +15,8 @@ from rods_jax.grpo.update import (
 from rods_jax.models.decoder import Decoder
 from rods_jax.types import Author, EndReason, Trajectory
 
-ROWS = {"small": 16, "long": 8}  # rollouts in a micro-batch; what proved fastest
+# Rollouts in a micro-batch, and of each the tokens whose logits are there at a time.
+ROWS, LOGIT_CHUNK = {"small": 16, "long": 8}, 128
 
 
 class OursUpdate:
@@ -28,7 +29,8 @@ class OursUpdate:
         # Copied, since a step takes the state's memory along.
         self._state = init_state(jax.tree.map(jnp.copy, params), optimizer)
         self._batch = jax.device_put(_batch(case, work, sampler_GxS))
-        self._step = jax.jit(make_update(decoder, UpdateConfig(), optimizer), donate_argnums=0)
+        self._step = jax.jit(make_update(
+            decoder, UpdateConfig(logit_chunk=LOGIT_CHUNK), optimizer), donate_argnums=0)
         self.loss: float | None = None
         self.grad_norm: float | None = None
 

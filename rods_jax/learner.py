@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,6 +63,16 @@ def compiled_update(config: RunConfig, decoder: Decoder, shape: BatchShape, mesh
     return shard_update(update, mesh, state, shape, RULES)
 
 
+def _made(config: RunConfig, decoder: Decoder, params: Any, mesh: Mesh | None) -> TrainState:
+    """The first state. On a mesh each device makes its own part: no device could hold all."""
+    if mesh is None:
+        return first_state(config, decoder, jax.tree.map(jnp.asarray, params))
+    params = jax.device_put(params, param_shardings(params, mesh, RULES))
+    make = partial(first_state, config, decoder)
+    places = param_shardings(jax.eval_shape(make, params), mesh, RULES)
+    return jax.jit(make, out_shardings=places, donate_argnums=0)(params)
+
+
 class Learner:
     """Holds the state between updates; `state` may be replaced by one of the same shapes, which
     is laid where it belongs. decoder: without a mesh. params: taken over, not copied."""
@@ -70,7 +81,7 @@ class Learner:
         self.mesh = trainer_mesh(config.mesh)
         self._config, self._shape = config, shape
         decoder = on_mesh(decoder, self.mesh)
-        self._state = self._placed(first_state(config, decoder, jax.tree.map(jnp.asarray, params)))
+        self._state = _made(config, decoder, params, self.mesh)
         self.update = compiled_update(config, decoder, shape, self.mesh, self._state)
 
     @property

@@ -125,10 +125,16 @@ def trainers(config: RunConfig, topology: Topology) -> tuple[Decoder, str]:
 
 
 def flops(config: RunConfig, decoder: Decoder) -> UpdateFlops:
-    """Of the updates of one step where all rollouts are as long as they may be."""
-    shape, prompt = batch_shape(config), config.sampler.prompt_len
-    work = shared_work(config.tasks_per_step, config.group_size, prompt,
-                       config.sampler.max_len - prompt)
+    """Of the updates of one step where all rollouts are as long as they may be. Attention is
+    counted as that of the rows; prompts that are split over devices take XLA's."""
+    shape, sampler = batch_shape(config), config.sampler
+    own = sampler.max_len - sampler.prompt_len
+    if sampler.max_own is not None:
+        own = min(own, sampler.max_own)
+    groups, each = config.tasks_per_step, config.group_size
+    if not shape.prompts:  # each rollout is a group of its own
+        groups, each = groups * each, 1
+    work = shared_work(groups, each, sampler.prompt_len, own)
     kind = choose(decoder.config, shape.length - 1, decoder.activations, shape.prompt, shape.alone)
     return update_flops(decoder.config, work, kind, config.update.loss.kl_coef > 0)
 

@@ -11,10 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from rods_jax import checkpoint
 from rods_jax.config import UserError
-from rods_jax.learner import trained
+from rods_jax.learner import RULES, trained
 from rods_jax.models import lora
 from rods_jax.models.config import CHOICES, ModelConfig
 from rods_jax.models.decoder import Decoder, init_params
@@ -54,12 +55,13 @@ def split(suite: Suite, name: str, count: int) -> list[Task]:
     return list(tasks[:count])
 
 
-def build(config: RunConfig) -> Parts:
+def build(config: RunConfig, mesh: Mesh | None = None) -> Parts:
+    """mesh: the trainer's, over which large weights are read; None: on one device."""
     suite, spec = make_suite(config.tasks.spec()), config.tasks.spec()
     if config.policy.source is PolicySource.SMOLLM2:
         return _adapted(_smollm2(config.policy, spec, suite), config)
     if config.policy.source is PolicySource.HF:
-        return _adapted(_hf(config.policy, spec, suite), config)
+        return _adapted(_hf(config.policy, spec, suite, mesh), config)
     # Runs of any seed may share one warm start, so its first weights are its own.
     seed = config.seed if config.warm_start is None else config.warm_start.seed
     return _compact(config.policy, suite, jax.random.key(seed))
@@ -190,7 +192,7 @@ def _smollm2(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
     return Parts(suite, chat, Decoder(_computed(model, policy)), params)
 
 
-def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
+def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite, mesh: Mesh | None) -> Parts:
     from rods_jax.models.hf.load import load
     from rods_jax.text.chat import chat_format
     from rods_jax.text.tokenizer import tokenizer_from_json
@@ -201,7 +203,7 @@ def _hf(policy: PolicyConfig, spec: SuiteSpec, suite: Suite) -> Parts:
         chat = chat_format(policy.path, wire=policy.wire, thinking=policy.thinking,
                            system=policy.system)
     # Frozen weights stay in the file's dtype, trained ones are float32 masters.
-    found, params = load(policy.path, dtype=None if policy.lora else "float32")
+    found, params = load(policy.path, None if policy.lora else "float32", mesh, RULES)
     if chat.vocab_size > found.model.vocab_size:
         raise UserError(f"{policy.path}: its tokenizer has {chat.vocab_size} tokens, its model "
                         f"only {found.model.vocab_size}; they are not of one model")

@@ -186,10 +186,11 @@ class EvalConfig:
 class BatchConfig:
     """How trajectories are packed for an update, see BatchShape in grpo/batch.py; of all
     devices together. rows: of a micro-batch. length: tokens of a row that are run, 0:
-    sampler.max_len. Rows are what each rollout has after the prompt of its group; a smaller length than max_len
-    needs sampler.max_own. prompts: how many are computed at a time, at least one on each part of
-    the mesh; 0: each rollout is trained with a prompt of its own. alone: one rollout a row, for the kernels of TPUs. lengths: shorter
-    ones that micro-batches may have."""
+    sampler.max_len. Rows are what each rollout has after the prompt of its group; a smaller
+    length than max_len needs sampler.max_own. prompts: how many are computed at a time, at
+    least one on each part of the mesh; 0: each rollout is trained with a prompt of its own.
+    alone: one rollout a row, for the kernels of TPUs. lengths: shorter ones that micro-batches
+    may have."""
 
     rows: int = 16
     length: int = 0
@@ -291,7 +292,16 @@ def batch_shape(config: RunConfig, rows_each: int = 1) -> BatchShape:
         if own > length:
             raise ValueError(f"batch.length {length} does not hold what a rollout may have after "
                              f"its prompt: set sampler.max_own to {length} or less")
-    tasks, parts = config.tasks_per_step // config.minibatches, config.mesh.parts
+    if any(not 0 < n < length for n in batch.lengths):
+        raise ValueError(f"batch.lengths are {batch.lengths}: give lengths of 1 to below {length}")
+    mesh, parts = config.mesh, config.mesh.parts
+    if batch.rows % (parts * mesh.context):
+        raise ValueError(f"batch.rows {batch.rows} do not divide over the {parts * mesh.context} "
+                         "devices of mesh data x fsdp x context: make it a multiple")
+    if batch.prompts and sampler.prompt_len % mesh.context:
+        raise ValueError(f"sampler.prompt_len {sampler.prompt_len} does not divide over mesh."
+                         f"context {mesh.context}: make it a multiple")
+    tasks = config.tasks_per_step // config.minibatches
     at_once = -(-min(batch.prompts or tasks, tasks) // parts) * parts
     # Were no two rollouts to fit into one row.
     micro = -(-tasks // at_once) * -(-at_once * config.group_size * rows_each // batch.rows)

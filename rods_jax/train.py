@@ -79,10 +79,10 @@ class Run:
     def __init__(self, config: RunConfig, folder: pathlib.Path, cache: pathlib.Path):
         config.check_training()
         self.config, self.folder = config, folder
-        self.parts = build(config)
+        mesh = trainer_mesh(config.mesh)
+        self.parts = build(config, mesh)
         suite = self.parts.suite
         self.host = make_host(suite, config.tasks.spec(), config.workers)
-        mesh = trainer_mesh(config.mesh)
         mesh = mesh and local_mesh(mesh, config.rollout_tensor)
         decoder, self.weights = make_weights(self.parts.decoder, config.rollout_weights, mesh)
         self.engine = Engine(decoder, config.sampler, config.engine, self.parts.chat,

@@ -17,6 +17,8 @@ from rods_jax.models.decoder import Decoder, init_params
 from rods_jax.models.flops import shared_work, update_flops
 from rods_jax.types import Author
 
+pytestmark = pytest.mark.slow
+
 # The proportions of 16 rollouts of 512 + 128 tokens, a quarter as long, in a small decoder.
 GROUP, PROMPT, SUFFIX = 8, 128, 32
 MODEL = ModelConfig(64, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=96)

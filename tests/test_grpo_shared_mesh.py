@@ -28,7 +28,9 @@ from rods_jax.models.sharding import make_mesh, param_shardings
 CONFIG = UpdateConfig(loss=LossConfig(kl_coef=0.1), logit_chunk=4,
                       advantage=AdvantageConfig(dead_keep_kl=True))
 OPTIMIZER = make_optimizer(OptimizerConfig(kind=OptimizerKind.SGD, lr=0.5))
-SHAPE = BatchShape(micro=12, rows=8, length=17, tasks=8, group=4, prompts=8, prompt=8)
+# Two sets of prompts where the mesh has no more than four parts; rows of two lengths.
+SHAPE = BatchShape(micro=12, rows=8, length=17, tasks=8, group=4, prompts=4, prompt=8, alone=True,
+                   lengths=(9,))
 MESHES = {  # data, fsdp, context, tensor
     "data": (8, 1, 1, 1), "fsdp": (1, 8, 1, 1), "fsdp_tensor": (1, 4, 1, 2),
     "context": (1, 1, 8, 1), "fsdp_context": (2, 2, 2, 1), "context_tensor": (1, 2, 2, 2)}
@@ -50,7 +52,7 @@ def work(step):
 def steps_of_one_device(n):
     """The parameters and metrics after n steps."""
     decoder, state = start()
-    shape = dataclasses.replace(SHAPE, prompts=1, rows=2, micro=16)
+    shape = dataclasses.replace(SHAPE, prompts=1, rows=2, micro=16, alone=False, lengths=())
     update = jax.jit(make_update(decoder, CONFIG, OPTIMIZER, shape))
     for step in range(n):
         state, metrics = update(state, pack(*work(step), shape, drop_dead=False))
@@ -60,7 +62,8 @@ def steps_of_one_device(n):
 def steps_on(mesh, n):
     """The same on a mesh, of which this process is a part."""
     decoder, state = start()
-    shape = dataclasses.replace(SHAPE, parts=mesh.shape["data"] * mesh.shape["fsdp"])
+    parts = mesh.shape["data"] * mesh.shape["fsdp"]
+    shape = dataclasses.replace(SHAPE, parts=parts, prompts=max(SHAPE.prompts, parts))
     state = jax.device_put(state, param_shardings(state, mesh))
     update = shard_update(make_update(on_mesh(decoder, mesh), CONFIG, OPTIMIZER, shape), mesh,
                           state, shape)
@@ -109,6 +112,7 @@ def one_of_two_processes(port, number):
                       "tokens": int(metrics.n_tokens), "applied": int(metrics.n_applied)}))
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one():
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -129,7 +133,7 @@ def test_two_processes_take_the_steps_of_one():
 
 def test_a_process_packs_whole_parts():
     assert own_part(dataclasses.replace(SHAPE, parts=4), 2) == dataclasses.replace(
-        SHAPE, tasks=4, rows=4, prompts=4, parts=2)
+        SHAPE, tasks=4, rows=4, prompts=2, parts=2)
     with pytest.raises(ValueError, match="a batch of 8 tasks does not divide over 3 processes"):
         own_part(SHAPE, 3)
     with pytest.raises(ValueError, match="a batch of 1 parts does not divide over 2 processes"):

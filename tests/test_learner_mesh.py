@@ -33,6 +33,7 @@ def run_both():
     print(json.dumps([one, many]))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_trains_as_one_on_a_device():
     one, many = json.loads(run_on_eight_devices(__file__).stdout.splitlines()[-1])
     assert len(one) == 2 and one[0]["grad_norm"] > 0 and one[0]["reward_mean"] > 0

@@ -20,7 +20,7 @@ ROWS, LOGIT_CHUNK = {"small": 16, "long": 8}, 128
 
 
 class OursUpdate:
-    """A case on our update, with the defaults of a run. The first `run` compiles; loss and
+    """A case on our update, with the loss and optimizer of a run by default. The first `run` compiles; loss and
     grad_norm are that step's."""
 
     def __init__(self, decoder: Decoder, params, case: UpdateCase, work: UpdateWork,

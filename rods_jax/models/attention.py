@@ -26,13 +26,12 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash_kernels
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rods_jax.models import blockwise
+from rods_jax.models import blockwise, sharding
 from rods_jax.models.blockwise import MASKED
 from rods_jax.models.config import Attention, ModelConfig
 
 _LANES = 128  # of a TPU's vector unit: splash works on blocks of whole multiples
 _HEADS_AXIS = "tensor"
-CONTEXT_AXIS = "context"
 
 
 @flax.struct.dataclass
@@ -97,7 +96,7 @@ def choose(config: ModelConfig, length: int, activations: NamedSharding | None,
         return Attention.XLA
     device = jax.devices()[0] if activations is None else activations.mesh.devices.flat[0]
     obstacles = {Attention.SPLASH: _splash_obstacle(length, device, prompt, alone),
-                 Attention.CUDNN: _cudnn_obstacle(config, length, device)}
+                 Attention.CUDNN: _cudnn_obstacle(config, length, device, prompt)}
     if asked is not Attention.AUTO:
         if obstacles[asked]:
             raise ValueError(f"attention is {asked.value}, but {obstacles[asked]}, "
@@ -120,7 +119,7 @@ def _splash_obstacle(length: int, device, prompt: int, alone: bool) -> str | Non
     return None
 
 
-def _cudnn_obstacle(config: ModelConfig, length: int, device) -> str | None:
+def _cudnn_obstacle(config: ModelConfig, length: int, device, prompt: int) -> str | None:
     # "9.0" on NVIDIA GPUs; AMD's, of the same platform name, say "gfx90a" or the like.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
     if device.platform != "gpu" or not generation.isdigit():
@@ -131,8 +130,9 @@ def _cudnn_obstacle(config: ModelConfig, length: int, device) -> str | None:
         return "compute_dtype is float32: set it to bfloat16"
     if config.head_dim % 8 or config.head_dim > 128:
         return f"head_dim is {config.head_dim}: it takes multiples of 8 up to 128"
-    if length % 2:
-        return f"rows have {length} tokens: make their length even"
+    for what, tokens in (("rows", length), ("prompts", prompt)):
+        if tokens % 2:
+            return f"{what} have {tokens} tokens: make their length even"
     return None
 
 
@@ -190,7 +190,7 @@ def _without_context(spec: PartitionSpec):
     """The axes of rows without the one that splits the rows of a prompt."""
     axes = (*spec, None)[0]
     return axes if axes is None or isinstance(axes, str) else tuple(
-        axis for axis in axes if axis != CONTEXT_AXIS)
+        axis for axis in axes if axis != sharding.CONTEXT)
 
 
 def splash(q_BxCxHxHD, k, v, prompt_k, prompt_v, rows: blockwise.Rows,

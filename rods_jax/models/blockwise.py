@@ -5,7 +5,8 @@ The softmax runs over the key blocks by its running maximum and sum, and the bac
 the scores again from their log-sum-exp (https://arxiv.org/abs/2205.14135). Blocks of keys that
 no query of a block may see are not visited: those after it, and those beyond a prompt's length.
 
-A prompt's K/V is there once, whoever reads it, and its gradient is the sum over its readers.
+A prompt's gradient is the sum over its readers. Where there is one prompt its K/V is read in
+place; of several, one row after another on a CPU, elsewhere a copy for each row.
 
 Dim letters: B rows, C tokens a row, H heads, KV key/value heads, Q = H / KV, HD head width,
 K prompts, P tokens of a prompt. Inside of blocks: b rows and n KV heads at once, c queries,

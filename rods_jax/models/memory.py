@@ -8,7 +8,8 @@
 
 Every form gives its part of the softmax; the parts are joined by their maxima and sums
 (the log-sum-exp rule of https://arxiv.org/abs/2205.14135), so no K/V is ever copied together.
-No gradients: training attends within a chunk alone.
+No gradients: what training shares is attention.Shared, whose k and v both lie [.., S, HD] and
+go with Segments to models/attention.py.
 
 Dim letters: B rows, C queries a row, H heads, KV key/value heads, Q = H / KV, HD head width,
 S keys, N pages, E keys a page, G seats a page, W pages a row.
@@ -23,7 +24,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rods_jax.models.attention import MASKED
+from rods_jax.models.attention import MASKED, Shared
 
 
 @flax.struct.dataclass
@@ -77,7 +78,7 @@ class Memory:
 
     k: jax.Array | tuple[jax.Array, ...]
     v: jax.Array | tuple[jax.Array, ...]
-    where: Rows | Seats | Tables
+    where: Rows | Seats | Tables | Shared
 
 
 def each(function, x, *rest):

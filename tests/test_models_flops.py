@@ -17,7 +17,7 @@ from rods_jax.models.decoder import Decoder, init_params
 MODEL = ModelConfig(512, d_model=96, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=320,
                     tie_embeddings=False)
 ADAPTED = LoraConfig("q_proj|o_proj|up_proj|down_proj", rank=12)
-ROWS, LENGTH = 2, 64
+ROWS, LENGTH = 4, 32  # attention of so few is one block of all rows and heads
 
 
 def sizes(model):

@@ -92,6 +92,7 @@ def compare_on_eight_devices():
     print(json.dumps({"moved": moved, "gaps": found}))
 
 
+@pytest.mark.slow
 def test_every_layout_takes_the_steps_of_one_device():
     out = json.loads(run_on_eight_devices(__file__).stdout.splitlines()[-1])
     assert out["moved"] > 1e-3 and set(out["gaps"]) == set(MESHES)

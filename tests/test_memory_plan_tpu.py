@@ -46,8 +46,8 @@ def test_it_fits(run, tmp_path):
 
 
 def test_a_model_too_large_is_refused_with_the_figures(tmp_path):
-    """All weights of Qwen3-4B on chips of 16 GB."""
-    code, shown, found = command("qwen3_4b", "v5e:2x4", tmp_path)
+    """All weights of Qwen3-4B on chips of 16 GB, with eight rows on each at a time."""
+    code, shown, found = command("qwen3_4b", "v5e:2x4", tmp_path, "--set", "batch.rows=64")
     assert code == 1 and not found["fits"]
     update = found["programs"]["update"]
     assert "Ran out of memory" in update["refused"] and update["refused"] in shown

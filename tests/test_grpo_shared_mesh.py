@@ -126,7 +126,8 @@ def test_two_processes_take_the_steps_of_one():
                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for number in range(2)]
     said = [process.communicate(timeout=600) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said[0][1][-2000:] + said[1][1][-2000:]
+    failed = said[0][1][-2000:] + said[1][1][-2000:]
+    assert [process.returncode for process in both] == [0, 0], failed
     found = [json.loads(out.splitlines()[-1]) for out, _ in said]
     assert found[0] == found[1] and found[0]["gap"] < 1e-5 and found[0]["applied"] == 1
     assert found[0]["tokens"] > 50

@@ -20,8 +20,8 @@ ROWS, LOGIT_CHUNK = {"small": 16, "long": 8}, 128
 
 
 class OursUpdate:
-    """A case on our update, with the loss and optimizer of a run by default. The first `run` compiles; loss and
-    grad_norm are that step's."""
+    """A case on our update, with the loss and optimizer of a run by default. The first `run`
+    compiles; loss and grad_norm are that step's."""
 
     def __init__(self, decoder: Decoder, params, case: UpdateCase, work: UpdateWork,
                  sampler_GxS: np.ndarray):

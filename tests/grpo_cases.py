@@ -20,15 +20,20 @@ def trajectory(tokens, author, logprobs=None, end=EndReason.DONE, uid="t", sampl
                       np.asarray(logprobs, np.float32), (), 1, end)
 
 
-def random_trajectory(rng, uid="t", sample=0, longest=14, end=EndReason.DONE):
-    """Prompt, then sampled and inserted stretches in turn; ids include 0, the padding id."""
-    author = [Author.PROMPT] * int(rng.integers(1, 4))
+def random_authors(rng, prompt, longest):
+    """Who wrote each token: `prompt` tokens of it, then the policy and its tools in turn."""
+    author = [Author.PROMPT] * prompt
     while len(author) < longest - 5:
         author += [Author.SAMPLED] * int(rng.integers(1, 4))
         author += [Author.INSERTED] * int(rng.integers(0, 3))
         if rng.random() < 0.4:
             break
-    author = np.asarray(author, np.int8)
+    return np.asarray(author, np.int8)
+
+
+def random_trajectory(rng, uid="t", sample=0, longest=14, end=EndReason.DONE):
+    """Prompt, then sampled and inserted stretches in turn; ids include 0, the padding id."""
+    author = random_authors(rng, int(rng.integers(1, 4)), longest)
     n = len(author)
     logprobs = np.where(author == Author.SAMPLED, -2.5 + 0.6 * rng.standard_normal(n), 0.0)
     return trajectory(rng.integers(0, VOCAB, n), author, logprobs, end, uid, sample)
@@ -68,13 +73,7 @@ def group_of(rng, prompt, size, task, longest=15):
     """Rollouts of one prompt: messages and tool results in turn, of different lengths."""
     found = []
     for sample in range(size):
-        author = [Author.PROMPT] * len(prompt)
-        while len(author) < longest - 5:
-            author += [Author.SAMPLED] * int(rng.integers(1, 4))
-            author += [Author.INSERTED] * int(rng.integers(0, 3))
-            if rng.random() < 0.4:
-                break
-        author = np.asarray(author, np.int8)
+        author = random_authors(rng, len(prompt), longest)
         ids = np.concatenate([prompt, rng.integers(0, VOCAB, len(author) - len(prompt))])
         logprobs = np.where(author == Author.SAMPLED,
                             -2.5 + 0.6 * rng.standard_normal(len(ids)), 0)

@@ -260,20 +260,21 @@ def _runner(side: Side, case: Case, decoder: Decoder, params,
 # ---------------------------------------------------------------- figures
 
 
-def figures(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Json]:
+def figures(seconds: Mapping[str, Mapping[str, Sequence[float]]],
+            asked: Mapping[str, Ratio] = RATIOS) -> dict[str, Json]:
     """From the seconds of the passes by case and side. NAME_vs_PEER: the peer's median by
     ours, null where one of them did not run. ranges: the least and the largest of a pass.
     all_met: every target was met, so each was measured."""
-    ratios: dict[str, float | None] = dict.fromkeys(RATIOS)
+    ratios: dict[str, float | None] = dict.fromkeys(asked)
     ranges = {}
-    for key, ratio in RATIOS.items():
+    for key, ratio in asked.items():
         sides = seconds.get(ratio.case, {})
         theirs, ours = sides.get(ratio.side.value), sides.get(Side.OURS.value)
         if theirs and ours:
             ratios[key] = statistics.median(theirs) / statistics.median(ours)
             each = [t / o for t, o in zip(theirs, ours, strict=True)]
             ranges[key] = [min(each), max(each)]
-    targets = {key: ratio.target for key, ratio in RATIOS.items() if ratio.target is not None}
+    targets = {key: ratio.target for key, ratio in asked.items() if ratio.target is not None}
     return {**ratios, "ranges": ranges, "targets": targets,
             "all_met": all(ratios[key] is not None and ratios[key] >= least
                            for key, least in targets.items())}

@@ -27,7 +27,7 @@ import numpy as np
 from experiments.bench import machine, update_bounds
 from experiments.bench.ours_update import OursUpdate
 from experiments.bench.peers import Peer, PeerName
-from experiments.bench.rollout import MODEL, make_params, rotated
+from experiments.bench.rollout import MODEL, figures, make_params, rotated
 from experiments.bench.update_cases import (
     UPDATE_CASES, UpdateCase, UpdateWork, make_update_work)
 from rods_jax import topology
@@ -254,22 +254,8 @@ def _tell(what: str, sides: Sequence[str]) -> None:
 
 
 def update_figures(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Json]:
-    """From the seconds of the passes by case and side. CASE_vs_SIDE: the side's median by
-    ours, null where one of them did not run. ranges: the least and the largest of a pass.
-    all_met: every target was met, so each was measured."""
-    ratios: dict[str, float | None] = dict.fromkeys(UPDATE_RATIOS)
-    ranges = {}
-    for key, ratio in UPDATE_RATIOS.items():
-        sides = seconds.get(ratio.case, {})
-        theirs, ours = sides.get(ratio.side.value), sides.get(UpdateSide.OURS.value)
-        if theirs and ours:
-            ratios[key] = statistics.median(theirs) / statistics.median(ours)
-            each = [t / o for t, o in zip(theirs, ours, strict=True)]
-            ranges[key] = [min(each), max(each)]
-    targets = {key: ratio.target for key, ratio in UPDATE_RATIOS.items()}
-    return {**ratios, "ranges": ranges, "targets": targets,
-            "all_met": all(ratios[key] is not None and ratios[key] >= least
-                           for key, least in targets.items())}
+    """See rollout.figures; CASE_vs_SIDE in place of its names."""
+    return figures(seconds, UPDATE_RATIOS)
 
 
 def case_figures(model: ModelConfig, case: UpdateCase, timed: Timed,

@@ -155,7 +155,7 @@ def attend_segments(q_BxCxHxHD, k, v, segments: Segments, kind: Attention,
         prompts = nothing, nothing, Shared(none_B, jnp.zeros((1,), jnp.int32))
         over = None
     else:
-        over = activations and _without_context(activations.spec)
+        over = activations and sharding.prompt_sharding(activations).spec[0]
     prompt_k, prompt_v, shared = prompts
     rows = blockwise.Rows(segments.ids_BxC, shared.prompt_B, shared.length_K)
     kv = k, v, prompt_k, prompt_v
@@ -184,13 +184,6 @@ def attend_segments(q_BxCxHxHD, k, v, segments: Segments, kind: Attention,
         in_specs=(spec(of_rows, sequence, split), own, own, prompt, prompt,
                   blockwise.Rows(spec(of_rows), spec(of_rows), spec(over))),
     )(q_BxCxHxHD, *kv, rows)
-
-
-def _without_context(spec: PartitionSpec):
-    """The axes of rows without the one that splits the rows of a prompt."""
-    axes = (*spec, None)[0]
-    return axes if axes is None or isinstance(axes, str) else tuple(
-        axis for axis in axes if axis != sharding.CONTEXT)
 
 
 def splash(q_BxCxHxHD, k, v, prompt_k, prompt_v, rows: blockwise.Rows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterable
 
-from rods_jax.config import UserError, to_json
+from rods_jax.config import ConfigError, UserError, to_json, typed
 from rods_jax.run_config import RunConfig
 from rods_jax.types import Json
 
@@ -20,12 +20,22 @@ FREE_OF_WEIGHTS = ("policy.path", "policy.attention", "policy.remat", "policy.co
 def check_config(path: pathlib.Path, host: Json, config: RunConfig,
                  fields: Iterable[str] = (), free: Iterable[str] = FREE_ON_RESUME) -> None:
     """Raises UserError, naming the field, where a checkpoint's config is not `config`; looks
-    at these fields, or at all, and passes over those that are `free`."""
+    at these groups of fields, or at all, and passes over those that are `free`. What the
+    checkpoint does not name, having been written before there was such a field, is at its
+    default."""
     if "config" not in host:
         raise UserError(f"{path}: is not the checkpoint of a training run; give one of those "
                         "that experiments.train wrote")
-    mine, theirs = (_without(values, free) for values in (to_json(config), host["config"]))
-    for field in fields or sorted(mine.keys() | theirs.keys()):
+    theirs = host["config"]
+    try:
+        theirs = to_json(typed(RunConfig, theirs, "its config")) if not fields else {
+            field: to_json(typed(type(getattr(config, field)), theirs.get(field, {}), field))
+            for field in fields}
+    except ConfigError as e:
+        raise UserError(f"{path}: was written by another version of rods_jax, whose settings "
+                        f"this one does not read ({e}); go on with that version") from e
+    mine, theirs = (_without(values, free) for values in (to_json(config), theirs))
+    for field in fields or sorted(mine):
         if theirs.get(field) != mine.get(field):
             raise UserError(f"{path}: was written with another config.{field} "
                             f"({_first_difference(theirs.get(field), mine.get(field))}); give "

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import jax
 
 from rods_jax.config import UserError
+from rods_jax.host_memory import keep_freed_memory
 from rods_jax.rollcall import roll_call
 from rods_jax.types import Json
 
@@ -54,11 +55,14 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", *_PL
 
 
 def start(wanted: Platform | str, preset: FlagPreset = FlagPreset.NONE) -> dict[str, Json]:
-    """Sets the compiler flags, joins the other processes where the launcher announced them,
-    checks the platform and returns the record of it."""
+    """Sets the compiler flags, keeps freed memory where the run is for the CPU, joins the other
+    processes where the launcher announced them, checks the platform and returns the record of
+    it."""
     wanted = Platform(wanted)
     flags = compiler_flags(os.environ, wanted, preset)
     os.environ.update(flags)
+    if wanted is Platform.CPU:
+        keep_freed_memory()
     if os.environ.get("RODS_PROCESSES", "1") != "1":
         join_processes(os.environ)
     record = check_platform(wanted)

@@ -22,6 +22,7 @@ def sides():
     return bench.official_suite(), bench.Package(), bench.entries()
 
 
+@pytest.mark.slow
 def test_one_run_from_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "experiments.bench", "tools", "--repeats", "1", "--json", "-"],

@@ -352,6 +352,7 @@ def test_a_side_that_does_other_work_ends_the_run(monkeypatch, wrong):
         rollout._runner(Side.OURS, case, Decoder(TINY), None, {})()
 
 
+@pytest.mark.slow
 def test_another_model_is_not_compared_with():
     params = rollout.make_params(TINY)
     decoder = Decoder(TINY)

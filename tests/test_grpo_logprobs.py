@@ -112,8 +112,9 @@ def largest_array(text):
                for dims in re.findall(r"\b[a-z]+[0-9]*\[([0-9,]+)\]", text))
 
 
-@pytest.mark.parametrize("tied, dtype", [(True, "float32"), (False, "float32"),
-                                         (True, "bfloat16")])
+@pytest.mark.parametrize("tied, dtype", [
+    (True, "float32"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (False, "float32"), (True, "bfloat16")))])
 def test_in_a_decoder_chunks_equal_plain_and_hold_one_chunk_of_logits(tied, dtype):
     decoder, params = decoder_of(tie_embeddings=tied, compute_dtype=dtype)
     _, _, tokens, mask = inputs(ROWS, LENGTH, 1, VOCAB)
@@ -138,7 +139,8 @@ def batch_shapes(prompts=0):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-@pytest.mark.parametrize("supervised, prompts", [(False, 0), (False, 1), (True, 0)])
+@pytest.mark.parametrize("supervised, prompts", [
+    (False, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 0), (True, 0)))])
 def test_a_whole_step_holds_one_chunk_of_logits(supervised, prompts):
     decoder, _ = decoder_of()
     optimizer = optax.sgd(0.1)

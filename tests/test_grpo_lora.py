@@ -108,6 +108,7 @@ def test_the_reference_is_the_adapters_at_the_start():
     assert first.kl == 0 and second.kl > 1e-6
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_given_on_and_never_copied():
     update = quick_jit(make_update(tiny_decoder(adapted=ADAPTED)[0], KL, OPTIMIZER),
                        donate_argnums=0)

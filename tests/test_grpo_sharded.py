@@ -123,6 +123,7 @@ def on_eight_devices(program):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_eight_devices_train_adapters_as_one_does():
     out = on_eight_devices(ADAPTERS_ALONE)
     assert out["moved"] > 1e-3 and out["leaves"] == 8

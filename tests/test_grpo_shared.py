@@ -47,7 +47,9 @@ def of_whole_rows(config):
 
 
 @pytest.mark.parametrize("shape, config", [
-    *((shape, KL) for shape in SHAPES), ("one at a time", PLAIN)])
+    ("two at a time", KL), ("a row each", KL),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("one at a time", KL), ("in buckets", KL), ("prompts cut", KL), ("one at a time", PLAIN)))])
 def test_gradients_are_those_of_whole_rows(shape, config):
     got, metrics = run(config, SHAPES[shape], *shared_groups(1))
     want, whole = of_whole_rows(config)

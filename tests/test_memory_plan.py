@@ -189,6 +189,7 @@ def on_eight_devices():
         mesh=dict(data=2, fsdp=2, context=2), rollout_tensor=2)
 
 
+@pytest.mark.slow
 def test_eight_devices_each_hold_their_part():
     found = json.loads(run_on_eight_devices(__file__).stdout.splitlines()[-1])
     config = on_eight_devices()

@@ -151,6 +151,7 @@ def test_head_dim_by_division_does_not_load(name, tmp_path):
         load(folder)
 
 
+@pytest.mark.slow
 def test_eight_devices_compute_what_transformers_does():
     done = run_on_eight_devices(__file__)
     lines = [line.split() for line in done.stdout.splitlines()]

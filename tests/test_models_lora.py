@@ -372,7 +372,8 @@ def test_adapters_lie_as_their_weights_do():
         param_shardings(shapes(TOY), mesh, ShardingRules(lora="tensor"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [
+    "float16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float32", "bfloat16"))])
 def test_what_rounding_loses_is_the_error_of_merging(dtype):
     config = dataclasses.replace(TOY, lora=LoraConfig("q_proj|down_proj", rank=2, alpha=1.0))
     params = init_params(config, jax.random.key(0))

@@ -103,6 +103,7 @@ def test_one_pass_gives_the_references_logprobs(model):
         assert logprobs[last:len(forced(case))].argmax(-1).tolist() == case["greedy_ids"]
 
 
+@pytest.mark.slow
 def test_cached_chunks_and_one_token_steps_write_the_references_text(model, tokenizer):
     """The prompt in chunks of 16 (the last one padded), then a token at a time."""
     config, params = model

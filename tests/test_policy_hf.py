@@ -242,6 +242,7 @@ def test_an_adapter_is_no_model(tmp_path):
         run(tmp_path, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_all_weights_train_without_lora(model, tmp_path):
     rows = run(model, tmp_path / "out", **{"policy.lora": None, "steps": 1,
                                            "policy.thinking": "off"})

@@ -57,6 +57,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("smollm2") / "run", **{"workers.count": 0})
 
 
+@pytest.mark.slow
 def test_workers_hints_and_the_papers_split(run, tmp_path):
     """The same tools in worker processes; hints change what is said, and no score of a step."""
     plain = metrics.read(run[0] / "metrics.jsonl")[0]

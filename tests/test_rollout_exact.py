@@ -348,6 +348,7 @@ def test_tokens_do_not_depend_on_workers_even_if_they_crash(count):
     assert {EndReason.DONE, EndReason.STEP_LIMIT} < {t.end for t in flat(got)}
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_devices():
     """In a process of its own, with eight devices: the device count is fixed when jax starts."""
     assert run_on_eight_devices(__file__).stdout.split() == list(MESHES)

@@ -456,6 +456,7 @@ def test_little_memory_gives_the_same_and_nothing_is_compiled_after_the_warm_up(
     assert (len(slots._shared[0]), len(slots._own[0])) == (10, 15)
 
 
+@pytest.mark.slow
 def test_weights_bound_to_a_device_compile_nothing_later_either():
     """They bind the cache, whose programs would be others before and after."""
     decoder, params = babbler()

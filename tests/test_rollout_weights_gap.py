@@ -76,7 +76,8 @@ def programs(tmp_path_factory):
 
 
 @pytest.mark.usefixtures("programs")
-@pytest.mark.parametrize("precision", ROUNDED)
+@pytest.mark.parametrize("precision", [
+    Precision.INT8, pytest.param(Precision.BF16, marks=pytest.mark.slow)])
 def test_a_run_rolls_out_with_rounded_weights(tmp_path, precision):
     # With entropy every token carries loss, also where all rewards are alike.
     config = tiny_config(steps=3, warm_start=None, synthesis_on=False, rollout_weights=precision,

@@ -37,7 +37,8 @@ def _texts(task):
     return texts
 
 
-@pytest.mark.parametrize("uid", ["multi_turn_long_context_170", "multi_turn_base_60"])
+@pytest.mark.parametrize("uid", [
+    pytest.param("multi_turn_long_context_170", marks=pytest.mark.slow), "multi_turn_base_60"])
 def test_a_thousand_rollouts_are_independent_and_leave_memory_flat(uid):
     task, before = BY_UID[uid], _records()
     once = _texts(task)

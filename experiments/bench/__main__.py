@@ -20,6 +20,7 @@ from experiments.bench.cases import CASES
 from experiments.bench.peers import FOLDER, PeerName, python_of
 from experiments.bench.update_cases import UPDATE_CASES
 from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.host_memory import keep_freed_memory
 from rods_jax.tools.host import Outage
 from rods_jax.types import Json
 
@@ -63,8 +64,9 @@ def _peer_options(command: argparse.ArgumentParser, cases: Sequence[str]) -> Non
 
 def _pythons(args: argparse.Namespace) -> dict[PeerName, pathlib.Path]:
     """Of the peers that take part. Call it before anything imports jax: they are compared with
-    on the CPU."""
+    on the CPU, set up as it is for a run."""
     os.environ["JAX_PLATFORMS"] = "cpu"
+    keep_freed_memory()
     return {name: python_of(name, args.peers, getattr(args, f"{name.value}_python"))
             for name in PeerName if name.value not in args.without}
 

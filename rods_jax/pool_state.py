@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -21,7 +22,7 @@ class Status(enum.IntEnum):
     EMPTY = 0
     TRIAL = 1  # live, waiting for its burn-in observations
     ACTIVE = 2  # live
-    RETIRED = 3  # generated task taken out; kept for probes until its slot is needed
+    RETIRED = 3  # taken out; a generated one is kept for probes until its slot is needed
 
 
 class Origin(enum.IntEnum):
@@ -37,7 +38,7 @@ class Reason(enum.IntEnum):
     HARD = 2
     BURN_IN = 3  # too hard on its first observations
     STALE = 4
-    FAILED = 5  # drawn again and again without a single usable reward
+    FAILED = 5  # parked: drawn again and again without a usable reward; tried once an epoch
     PRUNED = 6  # lowest phi while over p_max
     SILENT = 7  # in the band, and its rollouts agree: no gradient
 
@@ -58,8 +59,9 @@ class Priority(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig:
-    """Paper section 3. The estimate of a task is its last observation; `ema_keep` > 0 keeps
-    that share of the old one instead."""
+    """Paper section 3. The estimate of a task is its last observation; with `ema_keep` > 0 each
+    observation leaves that share of the weight of those before it. Not in the paper, and off by
+    default, are the fields from `retire_silent` on that say so, and `max_failures`."""
 
     capacity: int = 1024  # tasks
     p_max: int = 400  # generated tasks alive at most
@@ -69,8 +71,9 @@ class PoolConfig:
     revive_mastered: float = 0.85  # a probed task revives in retire_hard..revive_mastered
     burn_in: int = 1  # observations before a generated task is ACTIVE
     stale_after: int = 0  # steps without being drawn; 0: off
-    max_failures: int = 3  # draws in a row without a usable reward; 0: off
+    max_failures: int = 3  # draws in a row without a usable reward, then parked; 0: off
     retire_silent: bool = False  # not in the paper: retire what boundary.Zone calls SILENT
+    min_boundary: float = 0.0  # not in the paper: see task_pool.admissible
     ema_keep: float = 0.0
     min_live: int = 1
     category_floor: int = 1  # live tasks a category
@@ -78,6 +81,7 @@ class PoolConfig:
     probe_rate: float = 0.0  # share of a batch drawn from RETIRED
     priority: Priority = Priority.UNIFORM
     phi_floor: float = 0.05
+    stale_bonus: float = 0.0  # not in the paper: by how much a step without a draw adds to a weight
     sweep: bool = True  # every live task once an epoch, before any comes twice
 
     def __post_init__(self):
@@ -87,11 +91,14 @@ class PoolConfig:
                      "category_floor", "batch_floor"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it to 0 or more")
-        for name in ("beta", "retire_mastered", "retire_hard", "revive_mastered", "probe_rate"):
+        for name in ("beta", "retire_mastered", "retire_hard", "revive_mastered", "probe_rate",
+                     "min_boundary"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it within 0..1")
         if not 0.0 <= self.ema_keep < 1.0:
             raise ValueError(f"ema_keep is {self.ema_keep}: set it to 0 or more, less than 1")
+        if not (math.isfinite(self.stale_bonus) and self.stale_bonus >= 0.0):
+            raise ValueError(f"stale_bonus is {self.stale_bonus}: set a finite value of 0 or more")
         if not 0.0 < self.phi_floor <= 1.0:
             raise ValueError(f"phi_floor is {self.phi_floor}: set it above 0, at most 1")
         if not self.retire_hard <= self.revive_mastered <= self.retire_mastered:
@@ -112,7 +119,8 @@ class PoolState:
     status_N: Array  # int8 Status
     reason_N: Array  # int8 Reason, NONE unless RETIRED
     mean_N: Array  # float32 reward estimate, 0 without an observation
-    var_N: Array  # float32 its variance in the group, unbiased
+    var_N: Array  # float32 its variance within groups, unbiased
+    rollouts_N: Array  # float32 rollouts behind both; older ones count for less (ema_keep)
     visits_N: Array  # int32 observations
     failures_N: Array  # int32 draws in a row that gave no usable reward
     probed_N: Array  # bool, observed since it was retired
@@ -171,7 +179,8 @@ def init(config: PoolConfig, max_prompt: int) -> PoolState:
         prompt_NxP=jnp.zeros((n, max_prompt), jnp.int32), prompt_len_N=filled(0),
         uid_N=filled(-1), parent_N=filled(-1), category_N=filled(-1, jnp.int8),
         source_N=filled(0, jnp.int8), status_N=filled(0, jnp.int8), reason_N=filled(0, jnp.int8),
-        mean_N=filled(0, jnp.float32), var_N=filled(0, jnp.float32), visits_N=filled(0),
+        mean_N=filled(0, jnp.float32), var_N=filled(0, jnp.float32),
+        rollouts_N=filled(0, jnp.float32), visits_N=filled(0),
         failures_N=filled(0), probed_N=filled(False, bool), added_step_N=filled(-1),
         last_seen_N=filled(-1), last_chosen_epoch_N=filled(-1),
         dropped=jnp.zeros((len(Dropped),), jnp.int32),

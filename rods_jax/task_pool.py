@@ -11,6 +11,7 @@ Life of a slot:
     EMPTY --add--> TRIAL --update_stats--> ACTIVE or RETIRED (too hard on its burn-in)
                    TRIAL, ACTIVE --retire, prune--> RETIRED --revive--> live again
                                                     RETIRED --add--> the slot is reused
+    ACTIVE, TRIAL --retire--> RETIRED as FAILED (seeds too: parked) --revive--> live again
 
 TRIAL and ACTIVE are live, that is, sampled. Guards: no function here takes the live tasks
 below `min_live`, nor those of a category below `category_floor`; where that conflicts with
@@ -58,9 +59,12 @@ def _is_generated(state: PoolState) -> Array:
     return state.source_N == int(Origin.GENERATED)
 
 
-def admissible(n_live, config: PoolConfig):
-    """How many new tasks an epoch boundary may admit: floor(beta * live tasks). An int for an
-    int, an int32 array for an array; integer arithmetic, so 0.29 of 100 is 29."""
+def admissible(n_live: int, config: PoolConfig, n_boundary: int | None = None) -> int:
+    """How many new tasks an epoch boundary may admit: floor(beta * live tasks), in integer
+    arithmetic, so 0.29 of 100 is 29. Where fewer than `min_boundary` of the live tasks are at
+    the boundary (n_boundary, see stats), the signal runs dry, and as many as live may come."""
+    if n_boundary is not None and n_boundary < config.min_boundary * n_live:
+        return n_live
     return n_live * round(config.beta * 10_000) // 10_000
 
 
@@ -117,7 +121,8 @@ def add(
         parent_N=put(state.parent_N, rows.parent_A),
         category_N=put(state.category_N, category_A), source_N=put(state.source_N, source_A),
         status_N=put(state.status_N, start_A), reason_N=put(state.reason_N, int(Reason.NONE)),
-        mean_N=put(state.mean_N, 0), var_N=put(state.var_N, 0), visits_N=put(state.visits_N, 0),
+        mean_N=put(state.mean_N, 0), var_N=put(state.var_N, 0),
+        rollouts_N=put(state.rollouts_N, 0), visits_N=put(state.visits_N, 0),
         failures_N=put(state.failures_N, 0), probed_N=put(state.probed_N, False),
         added_step_N=put(state.added_step_N, step), last_seen_N=put(state.last_seen_N, -1),
         last_chosen_epoch_N=put(state.last_chosen_epoch_N, -1),
@@ -141,7 +146,7 @@ def _allowed(state: PoolState, allowed_C: Array | None) -> Array:
 
 def sample(
     state: PoolState, key: Array, n_tasks: int, epoch_start_step: Array | int,
-    config: PoolConfig, allowed_C: Array | None = None,
+    config: PoolConfig, allowed_C: Array | None = None, step: Array | int | None = None,
 ) -> Draw:
     """Draws up to `n_tasks` live tasks without replacement (Gumbel top-k over priorities).
 
@@ -149,12 +154,16 @@ def sample(
     once; the batch that ends it is filled up with tasks of a second visit. Before all others
     go `batch_floor` tasks a category, then probes of retired tasks (on average probe_rate *
     n_tasks). `allowed_C` (bool, by category) restricts the draw to a curriculum stage.
+    `step`, of this draw, is asked for by `stale_bonus`: each step since a task's last draw, or
+    since it was added, adds that to its weight of 1.
     Fewer tasks than asked for leave `filled_T` False at the end."""
     if n_tasks < 1:
         raise ValueError(f"n_tasks is {n_tasks}: draw 1 task or more")
     if config.batch_floor * N_CATEGORIES > n_tasks:
         raise ValueError(f"batch_floor {config.batch_floor} in {N_CATEGORIES} categories does not "
                          f"fit a batch of {n_tasks}: lower batch_floor")
+    if config.stale_bonus and step is None:
+        raise ValueError("stale_bonus counts steps since the last draw: pass step")
     n = state.uid_N.shape[0]
     key_order, key_probe = jax.random.split(key)
     allowed_N = _allowed(state, allowed_C)
@@ -167,6 +176,9 @@ def sample(
         weight_N = jnp.maximum(boundary.phi(state.mean_N), config.phi_floor)
         score_N += jnp.log(weight_N)
         turn_N += state.last_seen_N >= 0
+    if config.stale_bonus:
+        age_N = step - jnp.maximum(state.last_seen_N, state.added_step_N)
+        score_N += jnp.log1p(config.stale_bonus * jnp.maximum(age_N, 0))
     if config.sweep:
         turn_N += 2 * (state.last_seen_N >= epoch_start_step)
     order_N = jnp.lexsort((-score_N, turn_N))
@@ -186,7 +198,7 @@ def sample(
 
 def update_stats(
     state: PoolState, indices_T: Array, uids_T: Array, groups: GroupStats, step: Array | int,
-    config: PoolConfig,
+    config: PoolConfig, band: BoundaryConfig = BoundaryConfig(),
 ) -> PoolState:
     """Writes what the rollouts of a draw showed.
 
@@ -194,7 +206,8 @@ def update_stats(
     Without a valid rollout, or with a mean or variance that is not finite (`nonfinite`), the
     estimate stays and a failure is noted, but the draw counts as this epoch's visit: a task
     that always breaks cannot hold an epoch open. A TRIAL task with its burn-in complete
-    becomes ACTIVE, or is retired when its mean is below retire_hard and the guards allow."""
+    becomes ACTIVE, or is retired when its mean (with `band.interval`: the upper end of its
+    interval) is below retire_hard and the guards allow."""
     chex.assert_equal_shape([indices_T, uids_T, groups.mean_T, groups.var_T, groups.count_T])
     chex.assert_rank(indices_T, 1)
     n = state.uid_N.shape[0]
@@ -212,26 +225,37 @@ def update_stats(
     tried_N = jnp.zeros((n,), bool).at[slots(held_T & first_T)].set(True, mode="drop")
     seen_N = jnp.zeros((n,), bool).at[slots(write_T)].set(True, mode="drop")
 
+    def written(new_T: Array) -> Array:
+        zeros_N = jnp.zeros((n,), jnp.float32)
+        return zeros_N.at[slots(write_T)].set(new_T.astype(jnp.float32), mode="drop")
+
+    kept_N, count_N = config.ema_keep * state.rollouts_N, written(groups.count_T)
+    rollouts_N = jnp.where(seen_N, kept_N + count_N, state.rollouts_N)
+    share_N = count_N / jnp.maximum(rollouts_N, 1.0)  # exactly 1 where nothing is kept
+
     def estimate(old_N: Array, new_T: Array) -> Array:
-        new_N = old_N.at[slots(write_T)].set(new_T.astype(old_N.dtype), mode="drop")
-        keep = config.ema_keep
-        return jnp.where(seen_N & (state.visits_N > 0), keep * old_N + (1.0 - keep) * new_N, new_N)
+        return jnp.where(seen_N, (1.0 - share_N) * old_N + share_N * written(new_T), old_N)
 
     failures_N = jnp.where(seen_N, 0, state.failures_N + tried_N)
     retired_N = state.status_N == int(Status.RETIRED)
     state = state.replace(
         mean_N=estimate(state.mean_N, groups.mean_T), var_N=estimate(state.var_N, groups.var_T),
-        visits_N=state.visits_N + seen_N, failures_N=failures_N,
+        rollouts_N=rollouts_N, visits_N=state.visits_N + seen_N, failures_N=failures_N,
         probed_N=state.probed_N | (seen_N & retired_N),
         last_seen_N=jnp.where(tried_N, jnp.maximum(state.last_seen_N, step), state.last_seen_N),
         mismatched=state.mismatched + (asked_T & ~held_T).sum(dtype=jnp.int32),
         nonfinite=state.nonfinite + nonfinite_T.sum(dtype=jnp.int32),
     )
     ripe_N = (state.status_N == int(Status.TRIAL)) & (state.visits_N >= config.burn_in)
-    hard_N = ripe_N & boundary.below(state.mean_N, config.retire_hard)
+    _, high_N = boundary.mean_interval(_estimates(state), band)
+    hard_N = ripe_N & _is_generated(state) & boundary.below(high_N, config.retire_hard)
     state, evicted_N = _retire(state, jnp.where(hard_N, int(Reason.BURN_IN), 0), config)
     status_N = jnp.where(ripe_N & ~evicted_N, int(Status.ACTIVE), state.status_N)
     return state.replace(status_N=status_N.astype(jnp.int8))
+
+
+def _estimates(state: PoolState) -> GroupStats:
+    return GroupStats(mean_T=state.mean_N, var_T=state.var_N, count_T=state.rollouts_N)
 
 
 def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
@@ -239,7 +263,7 @@ def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
     """Retires up to `limit` slots of those with a reason, as far as the guards allow: lowest
     phi first, unobserved last. Returns the state and which slots were retired, bool [N]."""
     live_N = is_live(state)
-    wanted_N = live_N & _is_generated(state) & (reason_N != int(Reason.NONE))
+    wanted_N = live_N & (reason_N != int(Reason.NONE))
     order_N = jnp.lexsort((boundary.phi(state.mean_N), state.visits_N == 0))
     spare_C = _by_category(state, live_N) - config.category_floor
     rank_N = boundary.rank_within(order_N, state.category_N, wanted_N, N_CATEGORIES)
@@ -263,13 +287,15 @@ def _by_category(state: PoolState, mask_N: Array) -> Array:
 
 
 def retire(state: PoolState, step: Array | int, config: PoolConfig,
-           var_floor: float = BoundaryConfig.var_floor) -> tuple[PoolState, Array]:
-    """Retires generated tasks, as far as the guards allow; original seeds never. Returns the
-    state and int8 [N], the Reason of each task retired by this call (NONE elsewhere).
+           band: BoundaryConfig = BoundaryConfig()) -> tuple[PoolState, Array]:
+    """Retires generated tasks, as far as the guards allow; original seeds are only parked, as
+    FAILED. Returns the state and int8 [N], the Reason of each task retired by this call (NONE
+    elsewhere).
 
-    ACTIVE and mean > retire_mastered or < retire_hard, or with `retire_silent` a variance up
-    to `var_floor` (the boundary's), which is no disagreement; live and drawn max_failures times
-    in a row for nothing; live and not drawn for more than stale_after steps."""
+    ACTIVE and mean (with `band.interval`: all of its interval) > retire_mastered or
+    < retire_hard, or with `retire_silent` a variance up to `band.var_floor`, which is no
+    disagreement; live and drawn max_failures times in a row for nothing; live and not drawn for
+    more than stale_after steps."""
     active_N = state.status_N == int(Status.ACTIVE)
     judged_N = active_N & (state.visits_N > 0)
     reason_N = jnp.zeros_like(state.reason_N)
@@ -280,35 +306,48 @@ def retire(state: PoolState, step: Array | int, config: PoolConfig,
     if config.stale_after:
         since_N = jnp.maximum(state.last_seen_N, state.added_step_N)
         reason_N = where(step - since_N > config.stale_after, Reason.STALE, reason_N)
+    failed_N = jnp.zeros_like(active_N)
     if config.max_failures:
-        reason_N = where(state.failures_N >= config.max_failures, Reason.FAILED, reason_N)
+        failed_N = state.failures_N >= config.max_failures
+        reason_N = where(failed_N, Reason.FAILED, reason_N)
     if config.retire_silent:
-        silent_N = judged_N & (state.var_N <= var_floor)
+        silent_N = judged_N & (state.var_N <= band.var_floor)
         reason_N = where(silent_N, Reason.SILENT, reason_N)
-    hard_N = judged_N & boundary.below(state.mean_N, config.retire_hard)
+    low_N, high_N = boundary.mean_interval(_estimates(state), band)
+    hard_N = judged_N & boundary.below(high_N, config.retire_hard)
     reason_N = where(hard_N, Reason.HARD, reason_N)
-    mastered_N = judged_N & boundary.above(state.mean_N, config.retire_mastered)
+    mastered_N = judged_N & boundary.above(low_N, config.retire_mastered)
     reason_N = where(mastered_N, Reason.MASTERED, reason_N)
+    seeds_N = jnp.where(failed_N, jnp.int8(Reason.FAILED), jnp.int8(Reason.NONE))
+    reason_N = jnp.where(_is_generated(state), reason_N, seeds_N)
     state, done_N = _retire(state, reason_N, config)
     return state, jnp.where(done_N, reason_N, jnp.int8(Reason.NONE))
 
 
 def revive(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
-    """Takes retired tasks back whose probe, made after they were retired, lies in
-    retire_hard..revive_mastered: highest phi first, as far as p_max has room. They become
-    ACTIVE, or TRIAL while burn-in observations are missing. Returns the state and which
-    slots came back, bool [N]."""
-    back_N = ((state.status_N == int(Status.RETIRED)) & state.probed_N
-              & ~boundary.below(state.mean_N, config.retire_hard)
-              & ~boundary.above(state.mean_N, config.revive_mastered))
-    alive = (is_live(state) & _is_generated(state)).sum(dtype=jnp.int32)
+    """Takes tasks back, highest phi first, generated ones as far as p_max has room: retired
+    tasks whose probe, made after they were retired, lies in retire_hard..revive_mastered, and
+    those parked as FAILED, which, where no probe gave a usable reward, are parked again after
+    one draw without any. They become ACTIVE, or TRIAL while burn-in observations are missing. Returns the
+    state and which slots came back, bool [N]."""
+    retired_N = state.status_N == int(Status.RETIRED)
+    parked_N = retired_N & (state.reason_N == int(Reason.FAILED))
+    back_N = parked_N | (retired_N & state.probed_N
+                         & ~boundary.below(state.mean_N, config.retire_hard)
+                         & ~boundary.above(state.mean_N, config.revive_mastered))
+    generated_N = _is_generated(state)
+    alive = (is_live(state) & generated_N).sum(dtype=jnp.int32)
     order_N = jnp.argsort(-boundary.phi(state.mean_N), stable=True)
     none_N = jnp.zeros_like(state.category_N)
-    back_N &= boundary.rank_within(order_N, none_N, back_N, 1) < config.p_max - alive
-    again_N = jnp.where(state.visits_N >= config.burn_in, int(Status.ACTIVE), int(Status.TRIAL))
+    rank_N = boundary.rank_within(order_N, none_N, back_N & generated_N, 1)
+    back_N &= ~generated_N | (rank_N < config.p_max - alive)
+    young_N = generated_N & (state.visits_N < config.burn_in)
+    again_N = jnp.where(young_N, int(Status.TRIAL), int(Status.ACTIVE))
+    last_try_N = back_N & parked_N & ~state.probed_N
     return state.replace(
         status_N=jnp.where(back_N, again_N, state.status_N).astype(jnp.int8),
         reason_N=jnp.where(back_N, jnp.int8(Reason.NONE), state.reason_N),
+        failures_N=jnp.where(last_try_N, max(config.max_failures - 1, 0), state.failures_N),
         probed_N=state.probed_N & ~back_N,
         revived=state.revived + back_N.sum(dtype=jnp.int32),
     ), back_N
@@ -326,17 +365,17 @@ def prune(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
 
 def choose(
     state: PoolState, key: Array, epoch: Array | int, config: BoundaryConfig,
-    rule: SeedRule = SeedRule.PHI, from_generated: bool = False,
+    rule: SeedRule = SeedRule.PHI, from_generated: Array | bool = False, rollouts: int = 16,
 ) -> tuple[PoolState, Array, Array, Array]:
     """Chooses ACTIVE tasks to synthesize from (`boundary.choose_seeds`) and starts their
-    cooldown. Original seeds only, unless `from_generated`. Returns the state, index [M]
-    (-1: none), uid [M] (-1: none) and valid [M], M = config.budget."""
+    cooldown. Original seeds only, unless `from_generated`. rollouts: of a group, for
+    SeedRule.MIXED. Returns the state, index [M] (-1: none), uid [M] (-1: none) and valid [M],
+    M = config.budget."""
     eligible_N = state.status_N == int(Status.ACTIVE)
-    if not from_generated:
-        eligible_N &= ~_is_generated(state)
+    eligible_N &= ~_is_generated(state) | jnp.asarray(from_generated, bool)
     index_M, valid_M = boundary.choose_seeds(
-        state.uid_N, state.mean_N, state.var_N, state.visits_N, state.category_N, eligible_N,
-        state.last_chosen_epoch_N, epoch, config, rule, key)
+        state.uid_N, state.mean_N, state.var_N, state.rollouts_N, state.category_N, eligible_N,
+        state.last_chosen_epoch_N, epoch, config, rule, key, rollouts)
     target_M = jnp.where(valid_M, index_M, state.uid_N.shape[0])
     chosen_N = state.last_chosen_epoch_N.at[target_M].set(
         jnp.asarray(epoch, jnp.int32), mode="drop")
@@ -348,7 +387,7 @@ def stats(state: PoolState, config: BoundaryConfig) -> PoolStats:
     """What is in the pool, for the log."""
     live_N = is_live(state)
     known_N = live_N & (state.visits_N > 0)
-    zone_N = boundary.zones(GroupStats(state.mean_N, state.var_N, state.visits_N), config)
+    zone_N = boundary.zones(_estimates(state), config)
     total = jnp.where(known_N, state.mean_N, 0.0).sum()
     by_status = (state.status_N[:, None] == jnp.arange(len(Status))).sum(0, dtype=jnp.int32)
     by_source = live_N[:, None] & (state.source_N[:, None] == jnp.arange(len(Origin)))

@@ -62,14 +62,15 @@ def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
     pool, band = config.pool, config.boundary
     return types.SimpleNamespace(
         add=jit(task_pool.add, config=pool), sample=jit(task_pool.sample, "n_tasks", config=pool),
-        update_stats=jit(task_pool.update_stats, config=pool),
-        retire=jit(task_pool.retire, config=pool, var_floor=band.var_floor),
+        update_stats=jit(task_pool.update_stats, config=pool, band=band),
+        retire=jit(task_pool.retire, config=pool, band=band),
         revive=jit(task_pool.revive, config=pool),
         prune=jit(task_pool.prune, config=pool),
-        choose=jit(task_pool.choose, config=band, rule=config.seed_rule),
+        choose=jit(task_pool.choose, config=band, rule=config.seed_rule,
+                   rollouts=config.group_size),
         stats=jit(task_pool.stats, config=band),
         unseen=jax.jit(task_pool.unseen), group_stats=jax.jit(boundary.group_stats),
-        zones=jit(boundary.zones, config=band))
+        zones=jit(boundary.zones, config=band), signal=jax.jit(boundary.signal))
 
 
 class Run:
@@ -137,7 +138,7 @@ class Run:
         self.programs.retire(self.pool, self.step)
         self.programs.revive(self.pool)
         self.programs.prune(self.pool)
-        self.programs.choose(self.pool, self.key, self.epoch)
+        self.programs.choose(self.pool, self.key, self.epoch, from_generated=False)
         return self.engine.warm_up(params)
 
     # ------------------------------------------------------------------ the pool's tasks
@@ -197,15 +198,24 @@ class Run:
         return self.config.synthesis_on and stage.synthesis
 
     def _admission_limit(self) -> int:
-        live = int(self.programs.stats(self.pool).live)
-        return task_pool.admissible(live, self.config.pool)
+        live, at_boundary = self._live()
+        return task_pool.admissible(live, self.config.pool, at_boundary)
+
+    def _live(self) -> tuple[int, int]:
+        """Live tasks, and how many of them are at the boundary."""
+        pool = jax.device_get(self.programs.stats(self.pool))
+        return int(pool.live), int(pool.live_by_zone[boundary.Zone.BOUNDARY])
 
     def _ask_for_variants(self, key: jax.Array) -> None:
-        """Boundary tasks of this epoch become seeds, unless enough variants wait already."""
+        """Boundary tasks of this epoch become seeds, unless enough variants wait already; where
+        the boundary runs dry (pool.min_boundary), variants become seeds as well."""
         backlog = self.synthesizer.outstanding + len(self.synthesizer.waiting)
         if backlog >= self.config.queue * max(1, self._admission_limit()):
             return
-        self.pool, _, uid_M, valid_M = self.programs.choose(self.pool, key, self.epoch)
+        live, at_boundary = self._live()
+        self.pool, _, uid_M, valid_M = self.programs.choose(
+            self.pool, key, self.epoch,
+            from_generated=at_boundary < self.config.pool.min_boundary * live)
         chosen = np.asarray(uid_M)[np.asarray(valid_M)].tolist()
         if chosen:
             self.synthesizer.request(
@@ -223,7 +233,7 @@ class Run:
             jax.random.fold_in(self.key, self.step), 3)
         draw = jax.device_get(self.programs.sample(
             self.pool, draw_key, n_tasks=config.tasks_per_step,
-            epoch_start_step=self.epoch_start, allowed_C=allowed_C))
+            epoch_start_step=self.epoch_start, allowed_C=allowed_C, step=self.step))
         prompts = [self.table.prompt(uid) for uid in draw.uids_T[draw.filled_T].tolist()]
         if not prompts:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
@@ -238,6 +248,7 @@ class Run:
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
         self.pool = self.programs.update_stats(
             self.pool, draw.indices_T, draw.uids_T, stats, self.step)
+        signal = jax.device_get(self.programs.signal(stats))
         if self._synthesizes():
             self._ask_for_variants(seed_key)
         zones_T = np.asarray(self.programs.zones(stats))[draw.filled_T]
@@ -247,7 +258,9 @@ class Run:
         self.counters.drifts += rolled.ends.get("drift", 0)
         self.step += 1
         return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
-                             time.perf_counter() - began) | {"publish_s": publish_s}
+                             time.perf_counter() - began) | {
+            "publish_s": publish_s, "variance_of_quarter": float(signal.of_quarter),
+            "variance_of_bound": float(signal.of_bound)}
 
     def _turn_epoch(self, allowed_C: np.ndarray) -> None:
         over = self.step > self.epoch_start and not int(

@@ -53,7 +53,7 @@ class Model:
     """The same pool as a list of dicts, one rule after the other, no arrays."""
 
     EMPTY = dict(prompt=(), uid=-1, parent=-1, category=-1, source=0, status=Status.EMPTY,
-                 reason=Reason.NONE, mean=0.0, var=0.0, visits=0, failures=0, probed=False,
+                 reason=Reason.NONE, mean=0.0, var=0.0, rollouts=0.0, visits=0, failures=0, probed=False,
                  added_step=-1, last_seen=-1, last_chosen_epoch=-1)
 
     def __init__(self, config):
@@ -86,7 +86,8 @@ class Model:
                 continue
             waiting += generated
             empty = [s for s in self.slots if s["status"] == Status.EMPTY]
-            gone = [s for s in self.slots if s["status"] == Status.RETIRED]
+            gone = [s for s in self.slots if s["status"] == Status.RETIRED
+                    and s["source"] == Origin.GENERATED]
             if not empty and not gone:
                 self.dropped[Dropped.OVERFLOW] += 1
                 continue
@@ -139,9 +140,10 @@ class Model:
             if not finite or count == 0:
                 slot["failures"] += 1
                 continue
-            keep = self.config.ema_keep if slot["visits"] else 0.0
-            slot["mean"] = keep * slot["mean"] + (1 - keep) * mean
-            slot["var"] = keep * slot["var"] + (1 - keep) * var
+            kept = self.config.ema_keep * slot["rollouts"]
+            slot["rollouts"] = kept + count
+            for name, new in (("mean", mean), ("var", var)):
+                slot[name] = (kept * slot[name] + count * new) / (kept + count)
             slot["visits"] += 1
             slot["failures"] = 0
             slot["probed"] |= slot["status"] == Status.RETIRED
@@ -178,17 +180,24 @@ class Model:
                 wishes.append((s, Reason.FAILED))
             elif c.stale_after and step - max(s["last_seen"], s["added_step"]) > c.stale_after:
                 wishes.append((s, Reason.STALE))
+        wishes += [(s, Reason.FAILED) for s in self.slots if live(s)
+                   and s["source"] == Origin.SEED and 0 < c.max_failures <= s["failures"]]
         return self.take_out(wishes)
 
     def revive(self):
         c = self.config
-        back = [s for s in self.slots if s["status"] == Status.RETIRED and s["probed"]
-                and c.retire_hard <= s["mean"] <= c.revive_mastered]
+        back = [s for s in self.slots if s["status"] == Status.RETIRED and (
+            s["reason"] == Reason.FAILED
+            or s["probed"] and c.retire_hard <= s["mean"] <= c.revive_mastered)]
         room = max(0, c.p_max - len(self.alive_generated()))
-        back = sorted(back, key=lambda s: -phi(s))[:room]
+        variants = [s for s in back if s["source"] == Origin.GENERATED]
+        late = [id(s) for s in sorted(variants, key=lambda s: -phi(s))[room:]]
+        back = [s for s in back if id(s) not in late]
         for s in back:
-            done = s["visits"] >= c.burn_in
-            s.update(status=Status.ACTIVE if done else Status.TRIAL, reason=Reason.NONE,
+            if s["reason"] == Reason.FAILED and not s["probed"]:
+                s["failures"] = max(c.max_failures - 1, 0)
+            young = s["source"] == Origin.GENERATED and s["visits"] < c.burn_in
+            s.update(status=Status.TRIAL if young else Status.ACTIVE, reason=Reason.NONE,
                      probed=False)
         self.revived += len(back)
         return back

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.stats
 
 from rods_jax import boundary
-from rods_jax.boundary import BoundaryConfig, SeedRule, Zone
+from rods_jax.boundary import BoundaryConfig, GroupStats, Interval, SeedRule, Zone
 
 N = 24
 stats_of = jax.jit(boundary.group_stats)
 zones_of = jax.jit(boundary.zones, static_argnames="config")
-choose = jax.jit(boundary.choose_seeds, static_argnames=("config", "rule"))
+choose = jax.jit(boundary.choose_seeds, static_argnames=("config", "rule", "rollouts"))
 closeness_of = jax.jit(boundary.popoviciu_closeness)
 
 
@@ -105,16 +106,104 @@ def test_zone_counts_and_variance():
     np.testing.assert_array_equal(none, np.zeros(5))
 
 
-def seeds_by_hand(pool, epoch, config):
+def test_signal_is_the_share_of_what_variance_could_be():
+    stats = groups([0, 0, 1, 1], [0.5] * 4, [0, 0, 0.5, 1.0], [1.0])
+    got = boundary.signal(stats)  # a single rollout is not judged
+    third = np.var([0, 0, 0.5, 1])
+    assert float(got.of_quarter) == pytest.approx((1 + 0 + 4 * third) / 3, rel=1e-5)
+    assert float(got.of_bound) == pytest.approx(
+        (1 + 0 + third / (0.375 * 0.625)) / 3, rel=1e-5)
+    none = boundary.signal(groups([1.0], [0.0]))
+    assert float(none.of_quarter) == float(none.of_bound) == 0
+
+
+# ---------------------------------------------------------------- intervals
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.integers(1, 21), st.integers(0, 21), st.sampled_from([0.5, 0.9, 0.99]))
+def test_wilson_is_scipys(n, wins, confidence):
+    wins = min(wins, n)
+    config = BoundaryConfig(interval=Interval.WILSON, confidence=confidence)
+    low, high = boundary.mean_interval(groups([1.0] * wins + [0.0] * (n - wins)), config)
+    want = scipy.stats.binomtest(wins, n).proportion_ci(confidence, method="wilson")
+    np.testing.assert_allclose([low[0], high[0]], want, atol=2e-6)
+
+
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.integers(2, 21), st.sampled_from([0.5, 0.9]))
+def test_bernstein_is_its_formula(seed, n, confidence):
+    rewards = np.random.default_rng(seed).integers(0, 4, n) / 3
+    config = BoundaryConfig(interval=Interval.BERNSTEIN, confidence=confidence)
+    low, high = boundary.mean_interval(groups(rewards), config)
+    log = np.log(2 / (1 - confidence))
+    half = np.sqrt(2 * rewards.var(ddof=1) * log / n) + 7 * log / (3 * (n - 1))
+    np.testing.assert_allclose(
+        [low[0], high[0]], np.clip([rewards.mean() - half, rewards.mean() + half], 0, 1),
+        atol=3e-6)
+
+
+@pytest.mark.parametrize("interval", Interval)
+def test_an_interval_holds_the_mean_and_knows_nothing_without_rollouts(interval):
+    config = BoundaryConfig(interval=interval)
+    low, high = boundary.mean_interval(groups([], [0.5, 1.0], [1.0] * 21), config)
+    assert (low[0], high[0]) == (0, 1)
+    assert low[1] <= 0.75 <= high[1] and low[2] <= 1 <= high[2]
+
+
+@pytest.mark.parametrize("interval, share", [(Interval.WILSON, 0.86), (Interval.BERNSTEIN, 0.9)])
+def test_an_interval_covers_the_expected_reward_as_often_as_it_says(interval, share):
+    # Wilson's coverage swings around its nominal share; Bernstein's is a bound, for any rewards.
+    rng, config = np.random.default_rng(0), BoundaryConfig(interval=interval)
+    for p in (0.05, 0.2, 0.5, 0.85):
+        wins = (rng.random((4000, 16)) < p).astype(np.float32)
+        low, high = boundary.mean_interval(stats_of(wins, np.ones(wins.shape, bool)), config)
+        assert ((low <= p) & (p <= high)).mean() > share
+
+
+def test_with_an_interval_luck_alone_moves_no_task_out_of_the_band():
+    rows = [0.0] * 16, [0.0] * 14 + [1.0] * 2, [1.0] * 16, [1.0] * 15 + [0.0]
+    plain = zones_of(groups(*rows), config=BoundaryConfig())
+    assert plain.tolist() == [Zone.HARD, Zone.HARD, Zone.MASTERED, Zone.MASTERED]
+    careful = BoundaryConfig(interval=Interval.WILSON)
+    assert zones_of(groups(*rows), config=careful).tolist() == [
+        Zone.HARD, Zone.BOUNDARY, Zone.MASTERED, Zone.BOUNDARY]
+
+
+def test_more_rollouts_make_a_verdict():
+    config = BoundaryConfig(interval=Interval.WILSON)
+    few, many = (GroupStats(np.float32([0.95]), np.float32([0.05]), np.float32([n]))
+                 for n in (16, 160))
+    assert zones_of(few, config=config)[0] == Zone.BOUNDARY
+    assert zones_of(many, config=config)[0] == Zone.MASTERED
+
+
+# ---------------------------------------------------------------- seeds
+
+
+MIXED_K = 5
+RULES = {  # the rule: (which tasks fit, their priority), of one task
+    SeedRule.PHI: (lambda s, c: c.alpha_minus <= s["mean"] <= c.alpha_plus
+                   and s["var"] > c.var_floor, lambda s: 4 * s["mean"] * (1 - s["mean"])),
+    SeedRule.VARIANCE: (lambda s, c: s["var"] > c.var_floor, lambda s: s["var"]),
+    SeedRule.MIXED: (lambda s, c: 0 < s["mean"] < 1,
+                     lambda s: 1 - s["mean"] ** MIXED_K - (1 - s["mean"]) ** MIXED_K),
+    SeedRule.HARDEST: (lambda s, c: True, lambda s: -s["mean"]),
+}
+
+
+def seeds_by_hand(pool, epoch, config, rule=SeedRule.PHI):
     """The greedy rule, one task at a time."""
     taken, left = [], [config.quota] * boundary.N_CATEGORIES
-    by_phi = sorted(range(N), key=lambda i: (-4 * pool["mean"][i] * (1 - pool["mean"][i]), i))
-    for i in by_phi:
-        in_band = config.alpha_minus <= pool["mean"][i] <= config.alpha_plus
+    fits, priority = RULES[rule]
+    tasks = [{name: values[i].astype(np.float64) for name, values in pool.items()}
+             for i in range(N)]
+    # Priorities that are equal on paper are equal here.
+    order = sorted(range(N), key=lambda i: (-round(priority(tasks[i]), 6), i))
+    for i in order:
         last = pool["last"][i]
-        if (pool["eligible"][i] and pool["uid"][i] >= 0 and pool["count"][i] > 0 and in_band
-                and pool["var"][i] > config.var_floor
-                and (last < 0 or epoch >= last + config.cooldown_epochs)
+        if (pool["eligible"][i] and pool["uid"][i] >= 0 and pool["count"][i] > 0
+                and fits(tasks[i], config) and (last < 0 or epoch >= last + config.cooldown_epochs)
                 and left[pool["category"][i]] > 0 and len(taken) < config.budget):
             left[pool["category"][i]] -= 1
             taken.append(i)
@@ -136,12 +225,13 @@ def random_pool(rng):
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from([
     BoundaryConfig(), BoundaryConfig(budget=5, quota=2, cooldown_epochs=0),
-    BoundaryConfig(budget=40, quota=9, cooldown_epochs=2)]), st.integers(0, 5))
-def test_seed_choice_equals_the_greedy_rule(seed, config, epoch):
+    BoundaryConfig(budget=40, quota=9, cooldown_epochs=2)]), st.integers(0, 5),
+    st.sampled_from(list(RULES)))
+def test_seed_choice_equals_the_greedy_rule(seed, config, epoch, rule):
     pool = random_pool(np.random.default_rng(seed))
-    index, valid = choose(*pool.values(), epoch, config=config)
+    index, valid = choose(*pool.values(), epoch, config=config, rule=rule, rollouts=MIXED_K)
     assert index.shape == valid.shape == (config.budget,)
-    expected = seeds_by_hand(pool, epoch, config)
+    expected = seeds_by_hand(pool, epoch, config, rule)
     np.testing.assert_array_equal(index, expected + [-1] * (config.budget - len(expected)))
     np.testing.assert_array_equal(valid, np.arange(config.budget) < len(expected))
 
@@ -172,7 +262,7 @@ def test_random_seeds_ignore_the_band_but_keep_quota_budget_and_cooldown():
 @pytest.mark.parametrize("wrong, message", [
     ({"alpha_minus": 0.9}, "alpha_minus <= alpha_plus"), ({"alpha_plus": 1.5}, "alpha_plus"),
     ({"var_floor": float("nan")}, "var_floor"), ({"budget": 0}, "budget"),
-    ({"quota": -1}, "quota"), ({"cooldown_epochs": -1}, "cooldown_epochs")])
+    ({"quota": -1}, "quota"), ({"confidence": 1.0}, "confidence"), ({"cooldown_epochs": -1}, "cooldown_epochs")])
 def test_config_refuses(wrong, message):
     with pytest.raises(ValueError, match=message):
         BoundaryConfig(**wrong)

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from rods_jax import task_pool as tp
-from rods_jax.boundary import BoundaryConfig, GroupStats, SeedRule, Zone
+from rods_jax.boundary import BoundaryConfig, GroupStats, Interval, SeedRule, Zone
 from rods_jax.task_pool import Dropped, Origin, PoolConfig, Priority, Reason
 
 N, P, A, T = 32, 3, 6, 5
@@ -136,7 +136,7 @@ def test_an_epoch_visits_each_task_once_and_ends_on_a_full_batch():
     assert int(state.visits_N[0]) == 0 and int(state.failures_N[0]) == tries
 
 
-def test_a_task_that_always_breaks_is_retired_as_failed_never_as_hard():
+def test_a_task_that_always_breaks_is_parked_as_failed_never_as_hard():
     config = PoolConfig(capacity=N)
     state = pool_of(config, [SEED, SEED, GENERATED, GENERATED], means=[0.5, 0.5])
     for step in range(3):
@@ -144,8 +144,79 @@ def test_a_task_that_always_breaks_is_retired_as_failed_never_as_hard():
         assert not reason.any()
         state = report(config, state, [0, 2], [0, 2], [0.0, 0.0], step, count=0)
     state, reason = tp.retire(state, 3, config)
-    assert reason.tolist() == [0, 0, Reason.FAILED] + [0] * (N - 3)
+    assert reason.tolist() == [Reason.FAILED, 0, Reason.FAILED] + [0] * (N - 3)
     assert state.mean_N.tolist()[:2] == [0.5, 0.5]
+
+
+def test_a_task_that_always_breaks_is_parked_and_tried_once_an_epoch():
+    config = PoolConfig(capacity=N, max_failures=3)
+    state = pool_of(config, [SEED] * 3, means=[0.5, 0.5])
+    for step in range(3):
+        state = report(config, state, [0, 2], [0, 2], [0.0, 0.0], step, count=0)
+    state, reason = tp.retire(state, 3, config)  # one of a category stays
+    assert sorted(reason.tolist()[:3]) == [0, Reason.FAILED, Reason.FAILED]
+    assert tp.is_live(state).tolist()[:3] == [False, True, False]
+    assert set(draw(config, state).uids_T.tolist()) == {1, -1}
+    kept, _ = add(config, state, range(10, 16), [GENERATED] * A)
+    assert kept.uid_N.tolist()[:3] == [0, 1, 2]  # a parked seed keeps its slot
+    state, back = tp.revive(state, config)
+    assert back.tolist()[:3] == [True, False, True]
+    state, reason = tp.retire(state, 4, config)
+    assert not reason.any()  # it may show what it can, once
+    state = report(config, state, [0], [0], [0.0], 4, count=0)  # broken still
+    state = report(config, state, [2], [2], [0.0], 4)  # works, and is hard: seeds stay
+    state, reason = tp.retire(state, 5, config)
+    assert reason.tolist()[:3] == [Reason.FAILED, 0, 0]
+    assert state.failures_N.tolist()[:3] == [3, 0, 0]
+
+
+def test_a_parked_seed_that_works_again_comes_back_whatever_its_reward():
+    config = PoolConfig(capacity=N, max_failures=1, probe_rate=1.0)
+    state = pool_of(config, [SEED] * 2, means=[0.5, 0.5])
+    state = report(config, state, [0], [0], [0.0], 2, count=0)
+    state, _ = tp.retire(state, 2, config)
+    state = report(config, state, [0], [0], [0.0], 3)  # a probe: too hard, but no outage
+    state, back = tp.revive(state, config)
+    assert back.tolist()[:2] == [True, False] and state.failures_N[0] == 0
+    assert float(state.mean_N[0]) == 0.0
+
+
+def test_estimates_forget_by_rollouts():
+    config = PoolConfig(capacity=N, ema_keep=0.5)
+    state = pool_of(config, [SEED], means=[0.2])
+    state = report(config, state, [0], [0], [0.8], 2, count=4)
+    assert float(state.rollouts_N[0]) == 0.5 * 16 + 4
+    assert float(state.mean_N[0]) == pytest.approx((8 * 0.2 + 4 * 0.8) / 12, abs=1e-6)
+    state = report(config, state, [0], [0], [0.0], 3, count=0)  # an outage says nothing
+    assert float(state.rollouts_N[0]) == 12
+
+
+def test_with_an_interval_luck_alone_retires_nothing():
+    config = PoolConfig(capacity=N, min_live=0, category_floor=0)
+    band = BoundaryConfig(interval=Interval.WILSON)
+    state = pool_of(config, [GENERATED] * 3, means=[1.0, 0.0, 0.125])
+    state, reason = tp.retire(state, 1, config, band)
+    # 16 of 16 may be 0.86, 0 of 16 at most 0.14. (The burn-in has no interval in `report`.)
+    assert reason.tolist()[:3] == [0, 0, 0]
+    assert state.reason_N.tolist()[:3] == [0, Reason.BURN_IN, Reason.BURN_IN]
+    groups = GroupStats(np.float32([0.0, 0.125]), np.float32([0, 0.1]), np.int32([16, 16]))
+    trial = pool_of(config, [GENERATED] * 2)
+    trial = tp.update_stats(trial, np.int32([0, 1]), np.int32([0, 1]), groups, 1, config, band)
+    assert trial.reason_N.tolist()[:2] == [Reason.BURN_IN, 0]
+
+
+def test_stale_tasks_are_drawn_more_often():
+    config = PoolConfig(capacity=N, sweep=False, stale_bonus=0.5)
+    state = pool_of(config, [SEED] * 4)
+    for i, step in enumerate((0, 2, 6, 10)):
+        state = report(config, state, [i], [i], [0.5], step)
+    keys = jax.random.split(jax.random.key(3), 3000)
+    drawn = jax.jit(jax.vmap(lambda k: tp.sample(state, k, 2, 0, config, step=10)))(keys)
+    first = np.bincount(np.asarray(drawn.indices_T)[:, 0], minlength=4)
+    weight = 1 + 0.5 * np.array([10, 8, 4, 0])
+    assert scipy.stats.chisquare(first, 3000 * weight / weight.sum()).pvalue > 0.001
+    with pytest.raises(ValueError, match="pass step"):
+        draw(config, state)
 
 
 def test_stale_tasks_go_lowest_phi_first_and_unobserved_last():
@@ -263,16 +334,21 @@ def test_seeds_are_chosen_among_original_tasks_unless_told_otherwise():
 @pytest.mark.parametrize("beta, live, expected", [
     (0.2, 400, 80), (0.2, 4, 0), (0.2, 35, 7), (0.29, 100, 29), (0.0, 50, 0), (1.0, 1024, 1024)])
 def test_admissible(beta, live, expected):
-    config = PoolConfig(beta=beta)
-    assert tp.admissible(live, config) == expected
-    assert int(tp.admissible(jnp.int32(live), config)) == expected
+    assert tp.admissible(live, PoolConfig(beta=beta)) == expected
+
+
+def test_more_is_admissible_while_the_boundary_runs_dry():
+    config = PoolConfig(beta=0.2, min_boundary=0.5)
+    assert [tp.admissible(100, config, n) for n in (0, 49, 50, 100)] == [100, 100, 20, 20]
+    assert tp.admissible(100, PoolConfig(beta=0.2), 0) == 20
 
 
 @pytest.mark.parametrize("wrong, message", [
     ({"capacity": 0}, "capacity"), ({"p_max": -1}, "p_max"), ({"beta": 1.2}, "beta"),
     ({"ema_keep": 1.0}, "ema_keep"), ({"phi_floor": 0.0}, "phi_floor"),
     ({"retire_hard": 0.9}, "retire_hard <= revive_mastered"),
-    ({"probe_rate": float("nan")}, "probe_rate")])
+    ({"probe_rate": float("nan")}, "probe_rate"), ({"min_boundary": 2.0}, "min_boundary"),
+    ({"stale_bonus": float("inf")}, "stale_bonus")])
 def test_config_refuses(wrong, message):
     with pytest.raises(ValueError, match=message):
         PoolConfig(**wrong)

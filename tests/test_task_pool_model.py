@@ -330,6 +330,10 @@ class Pair:
         want = self.model.prune()
         np.testing.assert_array_equal(gone, [any(s is g for g in want) for s in self.model.slots])
 
+    def restore(self, rng):
+        """Killed and taken up again: what was drawn before is reported after."""
+        self.state = jax.tree.map(jax.numpy.asarray, jax.device_get(self.state))
+
     def choose(self, rng):
         self.state, index, uid, valid = jitted("choose")(
             self.state, jax.random.key(0), np.int32(self.epoch), config=PUBLIC)
@@ -353,7 +357,7 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_pool_equals_its_model(config):
-    ops = ["add", "sample", "update", "end_epoch", "choose"]
+    ops = ["add", "sample", "update", "end_epoch", "choose", "restore"]
 
     @hypothesis.settings(max_examples=15, deadline=None)
     @hypothesis.given(st.lists(

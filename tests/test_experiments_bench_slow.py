@@ -27,6 +27,7 @@ def tiny():
     return lambda workers: bench.measure(engine, params, 1, 0.005, workers, LOAD)
 
 
+@pytest.mark.slow
 def test_it_runs_and_shows_what_is_lost(tiny):
     found = tiny((2, 0))
     assert set(found["by_workers"]) == {"2", "0"} and found["target"] == 0.15
@@ -55,6 +56,7 @@ def test_the_loss_is_that_of_the_medians():
     assert found["slow_tools_loss"] == pytest.approx(1 - 2.0 / 2.5) and not found["met"]
 
 
+@pytest.mark.slow
 def test_other_tokens_end_it(tiny, monkeypatch):
     plain = SlowEnv.execute
 

@@ -131,6 +131,7 @@ def test_frozen_weights_are_given_on_and_never_copied():
     assert memory.temp_size_in_bytes < size / 3, memory.temp_size_in_bytes / size
 
 
+@pytest.mark.slow
 def test_frozen_weights_may_be_bfloat16():
     batch = pack(*small_batch(1), SHAPE, drop_dead=False)
     update = update_of(KL, ADAPTED)[0]
@@ -143,6 +144,7 @@ def test_frozen_weights_may_be_bfloat16():
     assert_close((gradient(new), metrics), (gradient(want), want_metrics), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_supervised_step_trains_adapters():
     groups, rewards = small_batch(1)
     state = adapted_start(PLAIN)

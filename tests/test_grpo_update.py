@@ -50,8 +50,9 @@ def outcome(result):
     return gradient(state), metrics.replace(tokens_A=0)
 
 
-@pytest.mark.parametrize("config", [PLAIN, KL, CORRECTED, SEQUENCE],
-                         ids=["plain", "kl", "corrected", "sequence"])
+@pytest.mark.parametrize("config", [
+    KL, CORRECTED, *(pytest.param(config, marks=pytest.mark.slow) for config in (PLAIN, SEQUENCE))],
+    ids=["kl", "corrected", "plain", "sequence"])
 def test_gradient_equals_the_plain_unpacked_one(config):
     groups, rewards = small_batch(1)
     groups = with_truncated(groups)

@@ -121,7 +121,7 @@ def in_pieces(config, params, ids_BxL):
     return decoder.apply({"params": params}, hidden, method="logits"), near
 
 
-@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize("unroll", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_prefill_extend_and_decode_equal_one_pass(unroll):
     config = dataclasses.replace(TOY, qkv_bias=True, qk_norm=True, scan_unroll=unroll)
     params, ids = noisy_params(config), tokens((3, 10))

@@ -117,6 +117,7 @@ def test_it_trains_its_adapters_alone(model, played):
     assert not any("frozen" in name for name in manifest["leaves"])
 
 
+@pytest.mark.slow
 def test_interrupted_equals_uninterrupted(model, played, tmp_path):
     run(model, tmp_path / "out", **{"steps": 1})
     rows = run(model, tmp_path / "out", "--resume")

@@ -77,6 +77,7 @@ def test_workers_hints_and_the_papers_split(run, tmp_path):
     assert row["env_errors"] == 0 and 0 < row["format_mean"] < 1
 
 
+@pytest.mark.slow
 def test_tools_ran_and_the_format_reward_trained(run):
     folder, summary, shown, called = run
     rows = metrics.read(folder / "metrics.jsonl")
@@ -92,6 +93,7 @@ def test_tools_ran_and_the_format_reward_trained(run):
     assert f"progress {rows[0]['progress_mean']:.3f}" in shown[-1]
 
 
+@pytest.mark.slow
 def test_variants_of_boundary_seeds_enter_the_pool(run):
     folder, summary, _, _ = run
     rows = metrics.read(folder / "metrics.jsonl")

@@ -286,7 +286,9 @@ def test_log_probs_equal_the_formulas_in_float64(temperature):
         np.testing.assert_allclose(t.logprobs_L[at], scores[at - 1, t.tokens_L[at]], atol=1e-4)
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 0.6, "wave_rows": (5,)}, {"top_k": 5, "top_p": 0.8}])
+@pytest.mark.parametrize("filters", [
+    pytest.param({"top_p": 0.6, "wave_rows": (5,)}, marks=pytest.mark.slow),
+    {"top_k": 5, "top_p": 0.8}])
 def test_filtered_distributions(filters):
     sampler, once = dataclasses.replace(SHAPE, **filters), EngineConfig(max_steps=1)
     params = weights(5, {})

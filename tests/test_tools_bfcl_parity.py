@@ -245,7 +245,9 @@ def _before_its_release(task: Task, turns: Turns) -> bool:
                for turn, calls in zip(task.turns, turns, strict=False) for call in calls)
 
 
-@pytest.mark.parametrize("kind", DAMAGE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [pytest.param(
+    kind, marks=[pytest.mark.slow] if kind is every_call_dropped else []) for kind in DAMAGE],
+    ids=lambda kind: kind.__name__)
 def test_verdicts_and_texts_of_damaged_transcripts_equal_the_packages(kind, package):
     jobs = _damaged(kind)
     found: collections.Counter[bool] = collections.Counter()

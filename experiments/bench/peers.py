@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 
-from rods_jax import host_memory
 from rods_jax.config import UserError
 from rods_jax.types import Json
 
@@ -21,9 +20,9 @@ FOLDER = pathlib.Path(".venv-bench")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIMIT_S = 3600.0  # for one answer
 
-# The comparison is on the CPU, the weights come from a folder, and freed memory is kept as ours.
+# The comparison is on the CPU, and the weights come from a folder.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-               "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": "", **host_memory.ENVIRONMENT}
+               "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": ""}
 
 
 class PeerName(enum.Enum):

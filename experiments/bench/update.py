@@ -4,8 +4,10 @@ The weights are made from a fixed seed and written as a Hugging Face folder, whi
 loads. A case is one group of rollouts of random tokens; the sampler's log-probs are the
 model's own plus noise, so that the ratio is near 1 and some tokens are clipped. Every side
 takes the first step from the same weights: its log-probs, loss and norm of the gradient must
-be ours. That step also compiles and fills caches and is not counted. Then each pass steps
-every side, one after the other, another one first each time; who does not step waits.
+be ours. That step also compiles and is not counted. Then in each pass every side takes two
+steps, one side after the other, another one first each time; who does not step waits. Of the
+two the second is counted: the first finds what it last touched long gone from the caches, and
+some of its memory taken back by the machine.
 """
 
 from __future__ import annotations
@@ -214,6 +216,7 @@ def time_case(plan: UpdatePlan, case: UpdateCase, decoder: Decoder, params,
     for number in range(1, plan.repeats + 1):
         told = []
         for side in rotated(tuple(steps), number):
+            steps[side]()
             seconds[side.value].append(steps[side]())
             told.append(f"{side.value} {seconds[side.value][-1]:.2f} s")
         _tell(f"pass {number} of {plan.repeats}, {case.name}", told)

@@ -234,6 +234,7 @@ def update_stats(
     share_N = count_N / jnp.maximum(rollouts_N, 1.0)  # exactly 1 where nothing is kept
 
     def estimate(old_N: Array, new_T: Array) -> Array:
+        # Compiled, product and sum may be rounded at once: with ema_keep the last bit is open.
         return jnp.where(seen_N, (1.0 - share_N) * old_N + share_N * written(new_T), old_N)
 
     failures_N = jnp.where(seen_N, 0, state.failures_N + tried_N)

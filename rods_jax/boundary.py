@@ -177,12 +177,19 @@ def phi(mean: Array) -> Array:
     return 4.0 * mean * (1.0 - mean)
 
 
+def code_counts(code_N: Array, n_codes: int, mask_N: Array | None = None) -> Array:
+    """int32 [n_codes], how many entries have each of the codes 0, 1, ... (of those in the
+    mask)."""
+    # Summed along the rows: across them takes a CPU twice as long.
+    member_KxN = code_N == jnp.arange(n_codes, dtype=code_N.dtype)[:, None]
+    if mask_N is not None:
+        member_KxN &= mask_N
+    return member_KxN.sum(axis=1, dtype=jnp.int32)
+
+
 def zone_counts(zones_T: Array, mask_T: Array | None = None) -> Array:
     """int32 [5], how many groups are in each Zone (of those in the mask)."""
-    member_TxZ = zones_T[:, None] == jnp.arange(len(Zone), dtype=zones_T.dtype)
-    if mask_T is not None:
-        member_TxZ &= mask_T[:, None]
-    return member_TxZ.sum(axis=0, dtype=jnp.int32)
+    return code_counts(zones_T, len(Zone), mask_T)
 
 
 def zone_shares(zones_T: Array, mask_T: Array | None = None) -> Array:

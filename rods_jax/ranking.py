@@ -40,15 +40,23 @@ def lowest_of_each(key_N: Array, group_N: Array, room_K: Array) -> Array:
     """bool [N]: of each group k in 0..K-1 the room_K[k] members of lowest key, equal keys by
     index. Who is in no group has a number outside. Keys are float32 and not NaN.
 
-    A group that has room for all its members, the usual case, costs only their count."""
-    order_N = _in_order(key_N)
+    Where every group has room for all its members, the usual case, it costs only their count."""
+    codes = jnp.arange(room_K.shape[0], dtype=group_N.dtype)
+    count_K = (group_N == codes[:, None]).sum(axis=1, dtype=jnp.int32)
+    room_K = jnp.maximum(room_K, 0)
 
-    def of_group(k: Array) -> Array:
-        member_N, room = group_N == k.astype(group_N.dtype), jnp.maximum(room_K[k], 0)
-        return jax.lax.cond(member_N.sum(dtype=jnp.int32) <= room, lambda: member_N,
-                            lambda: _lowest(order_N, member_N, room))
+    def select() -> Array:
+        order_N = _in_order(key_N)
 
-    return jax.lax.map(of_group, jnp.arange(room_K.shape[0])).any(axis=0)
+        def of_group(code: Array, count: Array, room: Array) -> Array:
+            member_N = group_N == code
+            return jax.lax.cond(count <= room, lambda: member_N,
+                                lambda: _lowest(order_N, member_N, room))
+
+        return jax.lax.map(lambda x: of_group(*x), (codes, count_K, room_K)).any(axis=0)
+
+    return jax.lax.cond((count_K <= room_K).all(),
+                        lambda: (group_N >= 0) & (group_N < codes.shape[0]), select)
 
 
 def _in_order(x_N: Array) -> Array:

@@ -285,17 +285,15 @@ def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
     if limit is not None:
         spare = jnp.minimum(spare, limit)
     done_N = ranking.lowest_of_each(key_N, jnp.where(done_N, 0, -1), spare[None])
-    by_reason = (done_N[:, None] & (reason_N[:, None] == jnp.arange(len(Reason))))
     return state.replace(
         status_N=jnp.where(done_N, jnp.int8(Status.RETIRED), state.status_N),
         reason_N=jnp.where(done_N, reason_N, state.reason_N).astype(jnp.int8),
-        retired=state.retired + by_reason.sum(axis=0, dtype=jnp.int32),
+        retired=state.retired + boundary.code_counts(reason_N, len(Reason), done_N),
     ), done_N
 
 
 def _by_category(state: PoolState, mask_N: Array) -> Array:
-    member_NxC = mask_N[:, None] & (state.category_N[:, None] == jnp.arange(N_CATEGORIES))
-    return member_NxC.sum(axis=0, dtype=jnp.int32)
+    return boundary.code_counts(state.category_N, N_CATEGORIES, mask_N)
 
 
 def retire(state: PoolState, step: Array | int, config: PoolConfig,
@@ -402,10 +400,9 @@ def stats(state: PoolState, config: BoundaryConfig) -> PoolStats:
     known_N = live_N & (state.visits_N > 0)
     zone_N = boundary.zones(_estimates(state), config)
     total = jnp.where(known_N, state.mean_N, 0.0).sum()
-    by_status = (state.status_N[:, None] == jnp.arange(len(Status))).sum(0, dtype=jnp.int32)
-    by_source = live_N[:, None] & (state.source_N[:, None] == jnp.arange(len(Origin)))
     return PoolStats(
-        by_status=by_status, live_by_source=by_source.sum(axis=0, dtype=jnp.int32),
+        by_status=boundary.code_counts(state.status_N, len(Status)),
+        live_by_source=boundary.code_counts(state.source_N, len(Origin), live_N),
         live_by_zone=boundary.zone_counts(zone_N, live_N),
         live_by_category=_by_category(state, live_N), live=live_N.sum(dtype=jnp.int32),
         unobserved=(live_N & ~known_N).sum(dtype=jnp.int32),

@@ -28,7 +28,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from rods_jax import boundary
+from rods_jax import boundary, ranking
 from rods_jax.boundary import N_CATEGORIES, BoundaryConfig, GroupStats, SeedRule
 from rods_jax.pool_state import (
     Draw,
@@ -102,10 +102,12 @@ def add(
 
     reusable_N = (state.status_N == int(Status.RETIRED)) & _is_generated(state)
     rank_N = jnp.where(state.status_N == int(Status.EMPTY), 0, jnp.where(reusable_N, 1, 2))
-    free_N = jnp.lexsort((state.added_step_N, rank_N))
+    # Steps are exact in float32 up to 2^24.
+    free_M = ranking.best_of_each(-state.added_step_N.astype(jnp.float32), rank_N, 2, a)
+    free_M = free_M[jnp.argsort(free_M < 0, stable=True)]
     nth_A = jnp.cumsum(wanted_A)
     placed_A = wanted_A & (nth_A <= (rank_N < 2).sum())
-    slot_A = free_N[jnp.clip(nth_A - 1, 0, n - 1)].astype(jnp.int32)
+    slot_A = free_M[jnp.clip(nth_A - 1, 0, free_M.shape[0] - 1)]
     target_A = jnp.where(placed_A, slot_A, n)
 
     def put(old: Array, new) -> Array:
@@ -171,29 +173,41 @@ def sample(
     retired_N = (state.status_N == int(Status.RETIRED)) & allowed_N
 
     score_N = jax.random.gumbel(key_order, (n,))
-    turn_N = jnp.zeros((n,), jnp.int32)
+    turn_N, turns = jnp.zeros((n,), jnp.int32), 1
     if config.priority is Priority.PHI:
         weight_N = jnp.maximum(boundary.phi(state.mean_N), config.phi_floor)
         score_N += jnp.log(weight_N)
-        turn_N += state.last_seen_N >= 0
+        turn_N, turns = turn_N + (state.last_seen_N >= 0), 2
     if config.stale_bonus:
         age_N = step - jnp.maximum(state.last_seen_N, state.added_step_N)
         score_N += jnp.log1p(config.stale_bonus * jnp.maximum(age_N, 0))
     if config.sweep:
-        turn_N += 2 * (state.last_seen_N >= epoch_start_step)
-    order_N = jnp.lexsort((-score_N, turn_N))
+        turn_N, turns = turn_N + turns * (state.last_seen_N >= epoch_start_step), 2 * turns
+
+    # Whoever is drawn is among the first n_tasks of its kind: of its turn, live or retired,
+    # and of its category where each has a floor. Only these are put into an order.
+    live_kinds = N_CATEGORIES if config.batch_floor else 1
+    kinds = live_kinds + (config.probe_rate > 0)
+    kind_N = jnp.where(live_N, state.category_N if config.batch_floor else 0,
+                       jnp.where(retired_N, live_kinds, kinds))
+    kind_N = jnp.where(kind_N < kinds, turn_N * kinds + kind_N, -1)
+    slot_M = ranking.best_of_each(score_N, kind_N, turns * kinds, n_tasks)
+    score_M, turn_M, category_M = score_N[slot_M], turn_N[slot_M], state.category_N[slot_M]
+    live_M, retired_M = live_N[slot_M] & (slot_M >= 0), retired_N[slot_M] & (slot_M >= 0)
+    order_M = jnp.lexsort((slot_M, -score_M, turn_M))
 
     wanted_probes = jnp.floor(config.probe_rate * n_tasks + jax.random.uniform(key_probe))
-    none_N = jnp.zeros((n,), jnp.int8)
-    probe_N = retired_N & (boundary.rank_within(order_N, none_N, retired_N, 1) < wanted_probes)
-    floor_N = live_N & (boundary.rank_within(order_N, state.category_N, live_N, N_CATEGORIES)
+    none_M = jnp.zeros_like(turn_M)
+    probe_M = retired_M & (ranking.rank_within(order_M, none_M, retired_M, 1) < wanted_probes)
+    floor_M = live_M & (ranking.rank_within(order_M, category_M, live_M, N_CATEGORIES)
                         < config.batch_floor)
-    group_N = jnp.where(floor_N, 0, jnp.where(probe_N, 1, jnp.where(live_N, 2, 3)))
-    order_N = jnp.lexsort((-score_N, turn_N, group_N)).astype(jnp.int32)
-    indices_T = jnp.pad(order_N, (0, max(0, n_tasks - n)))[:n_tasks]
-    filled_T = (group_N[indices_T] < 3) & (jnp.arange(n_tasks) < n)
-    return Draw(indices_T=jnp.where(filled_T, indices_T, -1),
-                uids_T=jnp.where(filled_T, state.uid_N[indices_T], -1), filled_T=filled_T)
+    group_M = jnp.where(floor_M, 0, jnp.where(probe_M, 1, jnp.where(live_M, 2, 3)))
+    order_M = jnp.lexsort((slot_M, -score_M, turn_M, group_M))
+    drawn_M = jnp.where(group_M < 3, slot_M, -1)[order_M]
+    indices_T = jnp.pad(drawn_M, (0, n_tasks), constant_values=-1)[:n_tasks]
+    filled_T = indices_T >= 0
+    return Draw(indices_T=indices_T, uids_T=jnp.where(filled_T, state.uid_N[indices_T], -1),
+                filled_T=filled_T)
 
 
 def update_stats(
@@ -265,26 +279,22 @@ def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
     phi first, unobserved last. Returns the state and which slots were retired, bool [N]."""
     live_N = is_live(state)
     wanted_N = live_N & (reason_N != int(Reason.NONE))
-    order_N = jnp.lexsort((boundary.phi(state.mean_N), state.visits_N == 0))
+    key_N = jnp.where(state.visits_N == 0, jnp.inf, boundary.phi(state.mean_N))
     spare_C = _by_category(state, live_N) - config.category_floor
-    rank_N = boundary.rank_within(order_N, state.category_N, wanted_N, N_CATEGORIES)
-    done_N = wanted_N & (rank_N < spare_C[state.category_N])
+    done_N = ranking.lowest_of_each(key_N, jnp.where(wanted_N, state.category_N, -1), spare_C)
     spare = live_N.sum(dtype=jnp.int32) - config.min_live
     if limit is not None:
         spare = jnp.minimum(spare, limit)
-    none_N = jnp.zeros_like(state.category_N)
-    done_N &= boundary.rank_within(order_N, none_N, done_N, 1) < spare
-    by_reason = (done_N[:, None] & (reason_N[:, None] == jnp.arange(len(Reason))))
+    done_N = ranking.lowest_of_each(key_N, jnp.where(done_N, 0, -1), spare[None])
     return state.replace(
         status_N=jnp.where(done_N, jnp.int8(Status.RETIRED), state.status_N),
         reason_N=jnp.where(done_N, reason_N, state.reason_N).astype(jnp.int8),
-        retired=state.retired + by_reason.sum(axis=0, dtype=jnp.int32),
+        retired=state.retired + boundary.code_counts(reason_N, len(Reason), done_N),
     ), done_N
 
 
 def _by_category(state: PoolState, mask_N: Array) -> Array:
-    member_NxC = mask_N[:, None] & (state.category_N[:, None] == jnp.arange(N_CATEGORIES))
-    return member_NxC.sum(axis=0, dtype=jnp.int32)
+    return boundary.code_counts(state.category_N, N_CATEGORIES, mask_N)
 
 
 def retire(state: PoolState, step: Array | int, config: PoolConfig,
@@ -338,10 +348,10 @@ def revive(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
                          & ~boundary.above(state.mean_N, config.revive_mastered))
     generated_N = _is_generated(state)
     alive = (is_live(state) & generated_N).sum(dtype=jnp.int32)
-    order_N = jnp.argsort(-boundary.phi(state.mean_N), stable=True)
-    none_N = jnp.zeros_like(state.category_N)
-    rank_N = boundary.rank_within(order_N, none_N, back_N & generated_N, 1)
-    back_N &= ~generated_N | (rank_N < config.p_max - alive)
+    first_N = ranking.lowest_of_each(
+        -boundary.phi(state.mean_N), jnp.where(back_N & generated_N, 0, -1),
+        (config.p_max - alive)[None])
+    back_N &= ~generated_N | first_N
     young_N = generated_N & (state.visits_N < config.burn_in)
     again_N = jnp.where(young_N, int(Status.TRIAL), int(Status.ACTIVE))
     last_try_N = back_N & parked_N & ~state.probed_N
@@ -361,7 +371,8 @@ def prune(state: PoolState, config: PoolConfig) -> tuple[PoolState, Array]:
     alive_N = is_live(state) & _is_generated(state)
     known_N = alive_N & (state.visits_N > 0)
     excess = alive_N.sum(dtype=jnp.int32) - config.p_max
-    return _retire(state, jnp.where(known_N, int(Reason.PRUNED), 0), config, limit=excess)
+    wanted_N = known_N & (excess > 0)
+    return _retire(state, jnp.where(wanted_N, int(Reason.PRUNED), 0), config, limit=excess)
 
 
 def choose(
@@ -390,10 +401,9 @@ def stats(state: PoolState, config: BoundaryConfig) -> PoolStats:
     known_N = live_N & (state.visits_N > 0)
     zone_N = boundary.zones(_estimates(state), config)
     total = jnp.where(known_N, state.mean_N, 0.0).sum()
-    by_status = (state.status_N[:, None] == jnp.arange(len(Status))).sum(0, dtype=jnp.int32)
-    by_source = live_N[:, None] & (state.source_N[:, None] == jnp.arange(len(Origin)))
     return PoolStats(
-        by_status=by_status, live_by_source=by_source.sum(axis=0, dtype=jnp.int32),
+        by_status=boundary.code_counts(state.status_N, len(Status)),
+        live_by_source=boundary.code_counts(state.source_N, len(Origin), live_N),
         live_by_zone=boundary.zone_counts(zone_N, live_N),
         live_by_category=_by_category(state, live_N), live=live_N.sum(dtype=jnp.int32),
         unobserved=(live_N & ~known_N).sum(dtype=jnp.int32),

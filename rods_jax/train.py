@@ -15,9 +15,11 @@ import functools
 import pathlib
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
@@ -55,22 +57,26 @@ class Counters:
     drifts: int = 0
 
 
-def _pool_programs(config: RunConfig) -> types.SimpleNamespace:
-    """The pool's functions, jitted once each for the life of a run."""
-    jit = lambda function, *static, **fixed: jax.jit(  # noqa: E731
-        functools.partial(function, **fixed), static_argnames=static)
+def pool_programs(config: RunConfig) -> types.SimpleNamespace:
+    """The pool's functions, jitted once each for the life of a run. Those that change the pool
+    take the old one's memory: else a few new rows would have all prompts copied."""
+    def jit(function: Callable, *static: str, changes: bool = False, **fixed) -> Callable:
+        return jax.jit(functools.partial(function, **fixed), static_argnames=static,
+                       donate_argnums=(0,) if changes else ())
+
     pool, band = config.pool, config.boundary
     return types.SimpleNamespace(
-        add=jit(task_pool.add, config=pool), sample=jit(task_pool.sample, "n_tasks", config=pool),
-        update_stats=jit(task_pool.update_stats, config=pool, band=band),
-        retire=jit(task_pool.retire, config=pool, band=band),
-        revive=jit(task_pool.revive, config=pool),
-        prune=jit(task_pool.prune, config=pool),
-        choose=jit(task_pool.choose, config=band, rule=config.seed_rule,
+        add=jit(task_pool.add, changes=True, config=pool),
+        sample=jit(task_pool.sample, "n_tasks", config=pool),
+        update_stats=jit(task_pool.update_stats, changes=True, config=pool, band=band),
+        retire=jit(task_pool.retire, changes=True, config=pool, band=band),
+        revive=jit(task_pool.revive, changes=True, config=pool),
+        prune=jit(task_pool.prune, changes=True, config=pool),
+        choose=jit(task_pool.choose, changes=True, config=band, rule=config.seed_rule,
                    rollouts=config.group_size),
         stats=jit(task_pool.stats, config=band),
-        unseen=jax.jit(task_pool.unseen), group_stats=jax.jit(boundary.group_stats),
-        zones=jit(boundary.zones, config=band), signal=jax.jit(boundary.signal))
+        unseen=jit(task_pool.unseen), group_stats=jit(boundary.group_stats),
+        zones=jit(boundary.zones, config=band), signal=jit(boundary.signal))
 
 
 class Run:
@@ -120,7 +126,7 @@ class Run:
         frozen = self.learner.state.frozen
         self.frozen = None if frozen is None else checkpoint.fingerprint(frozen)
 
-        self.programs = _pool_programs(config)
+        self.programs = pool_programs(config)
         self.pool = task_pool.init(config.pool, config.sampler.prompt_len)
         self.step = self.epoch = self.epoch_start = 0
         self.last_admission = 0
@@ -135,10 +141,11 @@ class Run:
         state = self.learner.state
         params, _ = self.weights.publish(state.params, state.frozen)
         self.programs.unseen(self.pool, self.epoch_start, np.ones(len(CATEGORIES), bool))
-        self.programs.retire(self.pool, self.step)
-        self.programs.revive(self.pool)
-        self.programs.prune(self.pool)
-        self.programs.choose(self.pool, self.key, self.epoch, from_generated=False)
+        pool = jax.tree.map(jnp.copy, self.pool)  # the programs take it along
+        pool, _ = self.programs.retire(pool, self.step)
+        pool, _ = self.programs.revive(pool)
+        pool, _ = self.programs.prune(pool)
+        self.programs.choose(pool, self.key, self.epoch, from_generated=False)
         return self.engine.warm_up(params)
 
     # ------------------------------------------------------------------ the pool's tasks
@@ -210,9 +217,10 @@ class Run:
         """Boundary tasks of this epoch become seeds, unless enough variants wait already; where
         the boundary runs dry (pool.min_boundary), variants become seeds as well."""
         backlog = self.synthesizer.outstanding + len(self.synthesizer.waiting)
-        if backlog >= self.config.queue * max(1, self._admission_limit()):
-            return
         live, at_boundary = self._live()
+        most = task_pool.admissible(live, self.config.pool, at_boundary)
+        if backlog >= self.config.queue * max(1, most):
+            return
         self.pool, _, uid_M, valid_M = self.programs.choose(
             self.pool, key, self.epoch,
             from_generated=at_boundary < self.config.pool.min_boundary * live)

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOST = ("rods_jax.types", "rods_jax.tools", "rods_jax.tasks", "rods_jax.text", "rods_jax.rewards",
         "rods_jax.rollout.pages")
 DEVICE = ("rods_jax.models", "rods_jax.grpo", "rods_jax.boundary", "rods_jax.pool_state",
-          "rods_jax.task_pool", "rods_jax.rollout.shapes", "rods_jax.rollout.draw",
-          "rods_jax.rollout.sampler")
+          "rods_jax.ranking", "rods_jax.task_pool", "rods_jax.rollout.shapes",
+          "rods_jax.rollout.draw", "rods_jax.rollout.sampler")
 JOINS = ("rods_jax.rollout", "rods_jax.synthesis")
 TRAIN = ("rods_jax.train",)
 # Reading and writing weights is what these are for.

@@ -271,7 +271,7 @@ class Stepper:
 
     def __call__(self, host):
         run = self.run
-        run.learner.state, run.pool = jax.tree.map(jnp.copy, self._train), self._pool
+        run.learner.state, run.pool = jax.tree.map(jnp.copy, (self._train, self._pool))
         run.step = run.epoch = run.epoch_start = run.last_admission = 0
         run.counters, run.host, run.engine.host = Counters(), host, host
         try:

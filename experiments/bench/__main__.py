@@ -1,4 +1,4 @@
-"""Speed side by side: `python -m experiments.bench tools|rollout|update [--json FILE]`.
+"""Speed side by side: `python -m experiments.bench tools|rollout|update|pool [--json FILE]`.
 
 tools    replays and scores the gold calls of all BFCL multi-turn tasks, here and with the
          checker of the package bfcl-eval.
@@ -6,6 +6,7 @@ rollout  samples the same tokens from the same weights here, with Hugging Face t
          generate and with google-tunix's sampler. `make bench-peers` installs those two.
 update   takes the same GRPO update of the same weights here, with torch the way TRL's trainer
          does and with google-tunix's log-probs; the same two.
+pool     times the operations of the task pool at growing capacities, beside an update.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def parser() -> argparse.ArgumentParser:
             ("rollout", "sampling, here, in transformers and in tunix", 5,
              _rollout, _rollout_table),
             ("update", "a GRPO update, here, as TRL does it and in tunix", 3,
-             _update, _update_table)):
+             _update, _update_table),
+            ("pool", "the task pool, beside the smallest update", 5, _pool, _pool_table)):
         command = commands.add_parser(name, help=help_)
         command.add_argument("--repeats", type=int, default=repeats,
                              help="counted passes, after one for warm-up (default %(default)s)")
@@ -62,11 +64,15 @@ def _peer_options(command: argparse.ArgumentParser, cases: Sequence[str]) -> Non
                          help="the other cases' figures are then null (default: all)")
 
 
-def _pythons(args: argparse.Namespace) -> dict[PeerName, pathlib.Path]:
-    """Of the peers that take part. Call it before anything imports jax: they are compared with
-    on the CPU, set up as it is for a run."""
+def _on_cpu() -> None:
+    """Set up as it is for a run. Call it before anything imports jax."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     keep_freed_memory()
+
+
+def _pythons(args: argparse.Namespace) -> dict[PeerName, pathlib.Path]:
+    """Of the peers that take part, with which we are compared on the CPU."""
+    _on_cpu()
     return {name: python_of(name, args.peers, getattr(args, f"{name.value}_python"))
             for name in PeerName if name.value not in args.without}
 
@@ -106,6 +112,17 @@ def _update(args: argparse.Namespace) -> dict[str, Json]:
 def _update_table():
     from experiments.bench.update_table import update_table
     return update_table
+
+
+def _pool(args: argparse.Namespace) -> dict[str, Json]:
+    _on_cpu()
+    from experiments.bench import pool
+    return pool.bench_pool(pool.PoolPlan(repeats=args.repeats))
+
+
+def _pool_table():
+    from experiments.bench.pool import pool_table
+    return pool_table
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@
     graph [DOMAIN]   which tool's results feed which tool's arguments, found by running the gold
     check            whether the gold of every task scores 1 and fits the declared tools
     export           a split as JSON lines and as a TensorFlow Datasets data set
+    life RUN [UID]   what became of the tasks of a run's pool: counts by event, or one task's life
 
 `--suite custom --factory module:function` looks at tools of your own, see docs/new_domain.md.
 `check` exits with 1 where a task is not sound.
@@ -16,7 +17,8 @@ import argparse
 import json
 import pathlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rods_jax.config import UserError, check_out, run_main, write_json
 from rods_jax.tasks.api_graph import api_graph
@@ -82,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--out", type=pathlib.Path, metavar="FILE.jsonl", help="tasks, one a line")
     out.add_argument("--tfds", type=pathlib.Path, metavar="DIR", help="array_record data set")
     out.add_argument("--tools", type=pathlib.Path, metavar="FILE.jsonl", help="the suite's tools")
+    lived = add("life", life, help="what became of a run's tasks")
+    lived.add_argument("folder", type=pathlib.Path, metavar="RUN")
+    lived.add_argument("uid", nargs="?", help="default: how many events of each kind")
     return top
 
 
@@ -160,10 +165,7 @@ def _crossings(suite: Suite, args: argparse.Namespace) -> dict[str, dict[str, fl
 
 def show(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     known = {t.uid: t for t in _read(args.tasks)} if args.tasks else every_task(suite)
-    if args.uid not in known:
-        near = [uid for uid in known if args.uid in uid][:5] or list(known)[:5]
-        raise UserError(f"no task {args.uid!r}: {len(known)} are known, such as {', '.join(near)}")
-    task = known[args.uid]
+    task = _known(known, args.uid)
     played, measured = replay(suite, task), profile(task, suite)
     found = verdict(task, suite, played)
     results = iter(played.results)
@@ -267,6 +269,35 @@ def export(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
     for name in ("out", "tfds", "tools"):
         found[name] = str(getattr(args, name)) if getattr(args, name) else None
     return "\n".join(lines), found, 0
+
+
+def life(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
+    from rods_jax import ledger  # brings jax in, which no other command needs
+    path = args.folder / ledger.FILE
+    if not path.is_file():
+        raise UserError(f"{path}: missing; name the folder of a run that experiments.train wrote")
+    lives = ledger.lives(path)
+    if args.uid is None:
+        counts = ledger.tally(event for events in lives.values() for event in events)
+        lines = [f"{kind:28}{n:>8}" for kind, n in sorted(counts.items())]
+        return "\n".join([f"{len(lives)} tasks", *lines]), {"tasks": len(lives),
+                                                            "events": dict(counts)}, 0
+    events = _known(lives, args.uid)
+    lines = [f"{args.uid}: {len(events)} events"]
+    for event in events:
+        details = (f"{name} {value}" for name, value in event.items()
+                   if name not in ("step", "epoch", "event"))
+        lines.append(f"step {event['step']:>6}  epoch {event['epoch']:>4}  {event['event']:10}"
+                     + ", ".join(details))
+    return "\n".join(lines), {"task": args.uid, "events": events}, 0
+
+
+def _known(found: Mapping[str, Any], uid: str) -> Any:
+    """What is found under a uid; where there is nothing, UserError with some that are there."""
+    if uid not in found:
+        near = [name for name in found if uid in name][:5] or list(found)[:5]
+        raise UserError(f"no task {uid!r}: {len(found)} are known, such as {', '.join(near)}")
+    return found[uid]
 
 
 # ------------------------------------------------------------------- words

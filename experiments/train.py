@@ -1,6 +1,6 @@
 """Train a policy: `python -m experiments.train --config configs/FILE.py [--set a.b=value ...]`.
 
-Writes into --out (default runs/<name of the config>): config.json, metrics.jsonl,
+Writes into --out (default runs/<name of the config>): config.json, metrics.jsonl, tasks.jsonl,
 checkpoints/, summary.json. `--resume` takes up the newest checkpoint there.
 """
 

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rods_jax import boundary, checkpoint, curriculum, rewards, task_pool
+from rods_jax import boundary, checkpoint, curriculum, ledger, rewards, task_pool
 from rods_jax.config import UserError, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo import tally
+from rods_jax.ledger import Ledger, Op
 from rods_jax.learner import Learner, trainer_mesh
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, check_model, model_files, model_shape, split
@@ -131,6 +132,10 @@ class Run:
         self.step = self.epoch = self.epoch_start = 0
         self.last_admission = 0
         self.counters = Counters()
+        self.ledger = Ledger(
+            folder / ledger.FILE, config.pool, config.sampler.prompt_len, config.boundary,
+            lambda serial: self.table.prompt(serial).task.uid)
+        self.ledger.born(self.seeds)
         self.key = jax.random.key(config.seed)
         self._admit(self.seeds)
         self.synthesizer = Synthesizer(suite, config.synthesis, config.seed, self.guard,
@@ -163,6 +168,7 @@ class Run:
                 [Origin.SEED if p.task.source is Source.SEED else Origin.GENERATED for p in found],
                 ADMIT_ROWS, self.config.sampler.prompt_len)
             self.pool, placed_A = self.programs.add(self.pool, rows, keep_A, self.step)
+            self.ledger.added(self.pool, rows, keep_A, placed_A)
             taken += int((np.asarray(placed_A)[:len(part)] >= 0).sum())
         self.counters.refused_at_admission += len(serials) - taken
         held = set(np.asarray(self.pool.uid_N).tolist())
@@ -181,23 +187,28 @@ class Run:
             raise UserError(f"seed {task.uid} may not enter the pool ({reason}): choose other "
                             "splits")
         self.table.forget([serial])
+        self.ledger.rejected(task.uid, leak.value if leak else ledger.TOO_LONG)
         self.counters.refused_at_admission += 1
         return None
 
     def boundary_of_epoch(self) -> None:
         """Paper section 3: retire, revive, admit at most a share beta, prune."""
         self.pool, _ = self.programs.retire(self.pool, self.step)
+        self.ledger.record(Op.RETIRE, self.pool)
         self.pool, _ = self.programs.revive(self.pool)
+        self.ledger.record(Op.REVIVE, self.pool)
         if self._synthesizes():
             try:
-                self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
+                fresh = self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
             except TimeoutError as error:
                 raise UserError(str(error)) from error
+            self.ledger.born([candidate.task for candidate in fresh])
             waiting = [candidate.task for candidate in self.synthesizer.waiting]
             chosen = waiting[:self._admission_limit()]
             self.counters.admitted += self._admit(chosen)
             self.synthesizer.settle([task.uid for task in chosen])
             self.pool, _ = self.programs.prune(self.pool)
+            self.ledger.record(Op.PRUNE, self.pool)
         self.last_admission = self.step
 
     def _synthesizes(self) -> bool:
@@ -225,6 +236,7 @@ class Run:
             self.pool, key, self.epoch,
             from_generated=at_boundary < self.config.pool.min_boundary * live)
         chosen = np.asarray(uid_M)[np.asarray(valid_M)].tolist()
+        self.ledger.chosen(self.pool, chosen)
         if chosen:
             self.synthesizer.request(
                 self.step, [(self.table.prompt(serial).task, 1) for serial in chosen])
@@ -256,6 +268,7 @@ class Run:
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
         self.pool = self.programs.update_stats(
             self.pool, draw.indices_T, draw.uids_T, stats, self.step)
+        self.ledger.record(Op.UPDATE, self.pool)
         signal = jax.device_get(self.programs.signal(stats))
         if self._synthesizes():
             self._ask_for_variants(seed_key)
@@ -265,6 +278,7 @@ class Run:
         self.counters.tool_crashes += sum(rolled.crashes.values())
         self.counters.drifts += rolled.ends.get("drift", 0)
         self.step += 1
+        self.ledger.flush()
         return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
                              time.perf_counter() - began) | {
             "publish_s": publish_s, "variance_of_quarter": float(signal.of_quarter),
@@ -276,6 +290,7 @@ class Run:
         if over:
             self.epoch += 1
             self.epoch_start = self.step
+        self.ledger.at(self.step, self.epoch)
         every = self.config.admit_every
         due = self.step - self.last_admission >= every if every else over
         if self.step and due:
@@ -339,6 +354,7 @@ class Run:
                                                  self.config.seed, greedy).items()}
 
     def save(self) -> None:
+        self.ledger.flush()  # a checkpoint is never ahead of it
         host = {
             "step": self.step, "epoch": self.epoch, "epoch_start": self.epoch_start,
             "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
@@ -366,6 +382,7 @@ class Run:
         self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
         self.counters = Counters(**host["counters"])
         self.table.restore(host["table"])
+        self.ledger.resume(self.pool, self.step)
         self.guard.counts.update({Leak(k): n for k, n in host["leaks_refused"].items()})
         self.synthesizer.close()
         self.synthesizer = Synthesizer.restore(
@@ -463,4 +480,6 @@ def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, An
         "env_errors": run.counters.env_errors, "tool_crashes": run.counters.tool_crashes,
         "drifts": run.counters.drifts, "funnel": run.synthesizer.funnel.to_json(),
         "leaks_refused": run.guard.to_json(), "wall_s": wall_s,
+        "ledger": run.ledger.summary(run.pool, run.synthesizer.funnel.accepted,
+                                     len(run.synthesizer.waiting)),
     }

@@ -19,7 +19,7 @@ from loop_cases import assert_follows_its_replay, tiny_config, write_config
 from experiments import evaluate as evaluate_entry
 from experiments import quickstart
 from experiments import train as train_entry
-from rods_jax import checkpoint, metrics
+from rods_jax import checkpoint, ledger, metrics
 from rods_jax.config import UserError
 from rods_jax.rollout.engine import make_prompt
 from rods_jax.task_pool import Origin, Status, is_live
@@ -93,6 +93,11 @@ def test_no_candidate_is_lost(whole):
     waiting = host_of(path)["synthesizer"]["waiting"]
     assert summary["synthesized"] == (summary["admitted"] + summary["refused_at_admission"]
                                       + len(waiting))
+    events = summary["ledger"]["events"]
+    assert summary["ledger"]["broken"] is None and events["born_seed"] == 8
+    assert events["born_generated"] == summary["synthesized"]
+    assert events["admitted_generated"] == summary["admitted"]
+    assert events["chosen"] > 0 and events["scored"] >= 8
 
 
 def test_an_admission_takes_at_most_its_share(whole):
@@ -149,6 +154,14 @@ def test_looking_into_a_run_does_not_change_it(whole, run):
             assert row[name] == other[name], name
 
 
+def test_the_ledger_gives_back_the_pool(whole, run):
+    run, _ = run
+    told = ledger.replay(whole[0] / ledger.FILE, run.config.pool, run.config.sampler.prompt_len)
+    for one, other in zip(jax.tree.leaves(told), jax.tree.leaves(run.pool), strict=True):
+        assert one.dtype == other.dtype and one.tobytes() == np.asarray(other).tobytes()
+    assert (run.folder / ledger.FILE).read_bytes() == (whole[0] / ledger.FILE).read_bytes()
+
+
 def test_nothing_compiles_once_each_part_has_run(whole):
     """The programs of an admission are compiled in the first step after which one is due;
     evaluations and checkpoints between the steps need none."""
@@ -175,6 +188,7 @@ def test_the_static_arm_draws_the_same_tasks_and_makes_none(folder, whole):
     static = train(tiny_config(**EVERY, synthesis_on=False), folder / "static", folder / "cache")
     rows, others = rows_of(folder / "static"), rows_of(whole[0])
     assert static["synthesized"] == static["admitted"] == static["funnel"]["attempts"] == 0
+    assert static["ledger"]["broken"] is None
     assert rows[-1]["pool_generated"] == 0 and rows[-1]["pool_active"] == 8
     assert rows[0] == others[0]
     assert static["rollouts"] == whole[1]["rollouts"]
@@ -270,6 +284,8 @@ def resumed(folder, whole, programs):
     newest = checkpoint.step_dir(path / "checkpoints", 4)
     newest.rename(newest.with_name(".tmp-step_000000004"))
     (newest.with_name(".tmp-step_000000004") / "manifest.json").unlink()
+    told = (path / ledger.FILE).read_text()
+    (path / ledger.FILE).write_text(told[:-20])
     lines = (path / metrics.FILE).read_text().splitlines(keepends=True)
     (path / metrics.FILE).write_text("".join(lines[:3]) + lines[3][:40])
     config = write_config(folder / "tiny.py", **EVERY)
@@ -285,6 +301,7 @@ def resumed(folder, whole, programs):
 
 
 def test_interrupted_equals_uninterrupted(whole, resumed, run):
+    assert (resumed[0] / ledger.FILE).read_bytes() == (whole[0] / ledger.FILE).read_bytes()
     assert rows_of(resumed[0]) == rows_of(whole[0])
     assert host_of(resumed[0]) == host_of(whole[0])
     like = {"train": run[0].learner.state, "pool": run[0].pool}

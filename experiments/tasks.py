@@ -288,7 +288,7 @@ def life(suite: Suite, args: argparse.Namespace) -> tuple[str, Json, int]:
         details = (f"{name} {value}" for name, value in event.items()
                    if name not in ("step", "epoch", "event"))
         lines.append(f"step {event['step']:>6}  epoch {event['epoch']:>4}  {event['event']:10}"
-                     + ", ".join(details))
+                     f"{', '.join(details)}".rstrip())
     return "\n".join(lines), {"task": args.uid, "events": events}, 0
 
 

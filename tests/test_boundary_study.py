@@ -75,7 +75,8 @@ def test_visits_add_and_intervals_trade_precision_for_recall(found):
 
 def test_the_table_has_every_row_and_replaces_the_old_one(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text("Above\n<!-- begin boundary_study -->\nold\n<!-- end boundary_study -->\nBelow\n")
+    begin, end = docs_block.marks("boundary_study")
+    page.write_text(f"Above\n{begin}\nold\n{end}\nBelow\n")
     boundary_study.main(["--tasks", str(32 * POOL), "--rollouts", str(K), "--out", str(page)])
     text = page.read_text()
     assert text.startswith("Above\n<!--") and text.endswith("-->\nBelow\n") and "old" not in text

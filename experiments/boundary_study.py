@@ -72,13 +72,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                                      description=__doc__)
     parser.add_argument("--tasks", type=int, default=160 * POOL,
                         help=f"of each reward and K, a multiple of {POOL}; default %(default)s")
+    parser.add_argument("--rollouts", type=int, nargs="+", default=ROLLOUTS, metavar="K")
     parser.add_argument("--seed", type=int, default=0, help="of all random draws")
     parser.add_argument("--out", metavar="FILE", help="page that takes the table")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = parser.parse_args(argv)
     if args.tasks < POOL or args.tasks % POOL:
         raise UserError(f"--tasks is {args.tasks}: give a multiple of {POOL}")
-    found = [row for reward in Reward for rollouts in ROLLOUTS
+    if min(args.rollouts) < 2:
+        raise UserError(f"--rollouts {min(args.rollouts)}: disagreement takes at least 2")
+    found = [row for reward in Reward for rollouts in args.rollouts
              for row in study(reward, rollouts, args.tasks, args.seed)]
     print(table(found))
     if args.out:

@@ -2,7 +2,7 @@
 
 A simulated policy that learns drives the real task pool for 200 epochs, under several settings
 (see `Arm`). Prints a Markdown table; --out FILE puts it between the marks of that page, --plot
-FILE draws the curves. Takes minutes.
+FILE draws the curves. Takes minutes; see --seeds.
 """
 
 from __future__ import annotations

@@ -75,11 +75,12 @@ def test_visits_add_and_intervals_trade_precision_for_recall(found):
 
 def test_the_table_has_every_row_and_replaces_the_old_one(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text("Above\n<!-- begin boundary_study -->\nold\n<!-- end boundary_study -->\nBelow\n")
-    boundary_study.main(["--tasks", str(POOL), "--out", str(page)])
+    begin, end = docs_block.marks("boundary_study")
+    page.write_text(f"Above\n{begin}\nold\n{end}\nBelow\n")
+    boundary_study.main(["--tasks", str(32 * POOL), "--rollouts", str(K), "--out", str(page)])
     text = page.read_text()
     assert text.startswith("Above\n<!--") and text.endswith("-->\nBelow\n") and "old" not in text
-    assert text.count("| binary |") == text.count("| fractional |") == 15
+    assert text.count("| binary |") == text.count("| fractional |") == len(Rule)
     assert capsys.readouterr().out.strip() in text
     with pytest.raises(UserError, match="multiple of 256"):
         boundary_study.main(["--tasks", "100"])
@@ -111,9 +112,9 @@ def test_a_static_pool_runs_dry(cases):
     assert got.true_last < 0.2 and got.drawn_last < 0.2
 
 
-def test_synthesis_from_seeds_alone_ends_with_the_seeds(runs):
+def test_synthesis_from_seeds_alone_ends_with_the_seeds(cases):
     """The paper's rules: when every original seed is mastered there is no parent."""
-    rows = runs[Arm.PAPER]
+    rows = simulate(dataclasses.replace(cases[Arm.PAPER], epochs=160))
     assert summary(rows).true_last < 0.2
     assert rows[len(rows) // 4].asked > 0 and rows[-1].asked == rows[-10].asked
 
@@ -132,7 +133,13 @@ def test_an_outage_loses_nothing_and_passes(cases, runs):
     assert rows[-1].true_share > 0.5
 
 
-def test_a_forgotten_category_comes_back_by_probes(cases, runs):
-    event = cases[Arm.FORGET_PROBES].forgetting
-    got = recovery(runs[Arm.FORGET_PROBES], event)
-    assert got.epochs is not None and got.revived > 0 and got.last > got.before / 2
+@pytest.mark.slow
+def test_a_forgotten_category_comes_back_by_probes():
+    """200 epochs: variants have left the seeds behind, so that without probes of retired tasks
+    nothing of the category is left to train on."""
+    cases = scenarios(base_of(seeds=100, epochs=200))
+    probes, blind = (recovery(simulate(cases[arm]), cases[arm].forgetting)
+                     for arm in (Arm.FORGET_PROBES, Arm.FORGET_BLIND))
+    assert probes.epochs is not None and probes.epochs < 50 and probes.revived > 0
+    assert probes.last > probes.before / 2
+    assert blind.epochs is None and blind.last < blind.before / 10

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.grpo.update import UpdateConfig, init_state, make_update
 from rods_jax.metrics import ZONES
 from rods_jax.models.decoder import Decoder
+from rods_jax.models.sharding import MeshConfig
 from rods_jax.report import ZONE_COLOURS, ZONE_WORDS
 from rods_jax.rewards import RewardKind
 from rods_jax.run_config import RunConfig, batch_shape
@@ -339,9 +340,17 @@ def _dress(axes: Axes, x_word: str, y_word: str) -> None:
 # ---------------------------------------------------------------- the command
 
 
+def one_task(config: RunConfig) -> RunConfig:
+    """The run with updates of one task, on one device, in micro-batches that half a group fills."""
+    return dataclasses.replace(
+        config, tasks_per_step=1, minibatches=1, mesh=MeshConfig(),
+        batch=dataclasses.replace(config.batch, rows=min(config.batch.rows, 2)),
+        pool=dataclasses.replace(config.pool, batch_floor=0))
+
+
 def study(config: RunConfig, paths: Sequence[pathlib.Path], n_tasks: int, cache: pathlib.Path,
-          ) -> dict[str, dict[RewardKind, Measured]]:
-    """By policy (BEFORE, then each checkpoint) and reward."""
+          ) -> Iterator[tuple[str, dict[RewardKind, Measured]]]:
+    """What was measured by reward, of BEFORE and then of each checkpoint."""
     from rods_jax.learner import trained  # after the platform is settled
     from rods_jax.policy import build, restored, split
     from rods_jax.resume import FREE_OF_WEIGHTS, check_config
@@ -359,8 +368,7 @@ def study(config: RunConfig, paths: Sequence[pathlib.Path], n_tasks: int, cache:
     decoder, weights = make_weights(parts.decoder, config.rollout_weights)
     rows_each = max(len(task.turns) for task in tasks) if parts.chat.rewrites else 1
     gradient = make_gradient(parts.decoder, studied(config.update), batch_shape(
-        dataclasses.replace(config, tasks_per_step=1, minibatches=1,
-                            pool=dataclasses.replace(config.pool, batch_floor=0)), rows_each))
+        one_task(config), rows_each))
     first = parts.params if config.warm_start is None else warm_start(
         config, parts, cache, report_warm_start)[0]
     policies = {BEFORE: lambda: first} | {
@@ -368,20 +376,19 @@ def study(config: RunConfig, paths: Sequence[pathlib.Path], n_tasks: int, cache:
         for path, step in steps.items()}
     host = make_host(parts.suite, config.tasks.spec(), config.workers)
     engine = Engine(decoder, config.sampler, config.engine, parts.chat, parts.suite, host)
-    results = {}
     try:
         for name, read in policies.items():
             params, began = read(), time.monotonic()
             groups, _ = engine.run(weights.publish(params)[0], prompts, config.group_size,
                                    jax.random.key(config.seed), config.update.temperature)
             played, (frozen, own) = time.monotonic(), trained(parts.decoder, params)
-            results[name] = {kind: measure(gradient, own, frozen, groups, tasks, kind,
-                                           config.boundary) for kind in KINDS}
+            found = {kind: measure(gradient, own, frozen, groups, tasks, kind, config.boundary)
+                     for kind in KINDS}
             print(f"{name}: {len(tasks)} x {config.group_size} rollouts in {played - began:.0f} s, "
                   f"gradients in {time.monotonic() - played:.0f} s", flush=True)
+            yield name, found
     finally:
         host.close()
-    return results
 
 
 def parser() -> argparse.ArgumentParser:
@@ -410,14 +417,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "halves, give 4 or more")
     check_out(args.out, folder=True)
     print(json.dumps(startup.start(config.platform)), flush=True)
-    results = study(config, args.checkpoint, args.tasks, args.cache)
+    results = {}
+    for name, found in study(config, args.checkpoint, args.tasks, args.cache):
+        results[name] = found
+        if args.json != "-":
+            for kind, measured in found.items():
+                print(f"\n{name}, reward: {kind.value}\n\n{table(measured)}\n", flush=True)
     write_figure({name: found[RewardKind.PROGRESS] for name, found in results.items()},
                  args.out / FIGURE)
     if args.json != "-":
-        for name, found in results.items():
-            for kind, measured in found.items():
-                print(f"\n{name}, reward: {kind.value}\n\n{table(measured)}")
-        print(f"\nwrote {args.out / FIGURE}")
+        print(f"wrote {args.out / FIGURE}")
     if args.json:
         write_json(args.json, {
             "tasks": args.tasks, "rollouts": config.group_size,

@@ -19,7 +19,6 @@ from experiments import gradient_study as study
 from rods_jax import checkpoint
 from rods_jax.boundary import BoundaryConfig, Zone
 from rods_jax.config import UserError, to_json
-from rods_jax.grpo.advantage import AdvantageConfig
 from rods_jax.grpo.batch import BatchShape
 from rods_jax.grpo.update import UpdateConfig
 from rods_jax.models.attention import causal_mask
@@ -27,6 +26,7 @@ from rods_jax.policy import build
 from rods_jax.rewards import RewardKind
 from rods_jax.types import EndReason, TurnOutcome
 
+POLICY = dict(d_model=8, n_layers=1, n_heads=1, n_kv_heads=1, d_ff=8, slots=8)
 TURNS, LENGTH, TEMPERATURE = 4, 24, 0.7
 SHAPE = BatchShape(micro=4, rows=2, length=16, tasks=1, group=4, prompts=1, prompt=8)
 CONFIG = study.studied(UpdateConfig(temperature=TEMPERATURE, logit_chunk=4))
@@ -92,7 +92,7 @@ def cases():
 
 
 @cache
-def gradients(divided=False):
+def gradients():
     """The study's gradient, and a list that grows by one with every trace."""
     traces = []
 
@@ -101,8 +101,7 @@ def gradients(divided=False):
             traces.append(1)
             return f(*args)
         return quick_jit(traced)
-    config = dataclasses.replace(CONFIG, advantage=AdvantageConfig()) if divided else CONFIG
-    return study.make_gradient(tiny_decoder()[0], config, SHAPE, counted), traces
+    return study.make_gradient(tiny_decoder()[0], CONFIG, SHAPE, counted), traces
 
 
 def measured(kind):
@@ -147,11 +146,9 @@ def test_no_variance_no_gradient():
 
 def test_divided_norms_are_those_of_divided_advantages():
     groups, scores = cases()
-    found = [np.linalg.norm(gradients(divided=True)[0](tiny_decoder()[1], None, group, row))
-             for group, row in zip(groups, scores)]
-    np.testing.assert_allclose(measured(RewardKind.PROGRESS).divided_N, found, rtol=1e-4)
-    np.testing.assert_allclose(found[1], np.linalg.norm(
-        plain_gradient(groups[1], scores[1], divided=True)), rtol=1e-4)
+    wanted = [np.linalg.norm(plain_gradient(group, row, divided=True))
+              for group, row in zip(groups[1:], scores[1:])]
+    np.testing.assert_allclose(measured(RewardKind.PROGRESS).divided_N[1:], wanted, rtol=1e-4)
 
 
 def test_halves_show_the_squared_norm_of_the_expected_gradient():
@@ -233,8 +230,8 @@ def test_table_holds_the_figures():
 
 
 def test_the_command_on_a_tiny_run(tmp_path, capsys):
-    config = tiny_config(warm_start=None)
-    write_config(tmp_path / "tiny.py", warm_start=None)
+    config = tiny_config(warm_start=None, policy=POLICY)
+    write_config(tmp_path / "tiny.py", warm_start=None, policy=POLICY)
     call = ["--config", str(tmp_path / "tiny.py"), "--tasks", "3", "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match="--tasks is 0: give 1 or more"):
         study.main([*call, "--tasks", "0"])
@@ -246,8 +243,8 @@ def test_the_command_on_a_tiny_run(tmp_path, capsys):
     with kept_in(tmp_path / "programs", quick=True):
         study.main([*call, "--checkpoint", str(tmp_path / "run"), "--json", "-"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    before, after = found["policies"].values()
-    assert list(found["policies"]) == ["before training", f"{tmp_path / 'run'}, step 7"]
+    before, after = (found["policies"][name] for name in (
+        "before training", f"{tmp_path / 'run'}, step 7"))
     assert before == after and set(before) == {"progress", "binary"}
     assert (found["tasks"], found["rollouts"], found["temperature"]) == (3, 4, 1.0)
     for figures in before.values():

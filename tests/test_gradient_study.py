@@ -229,14 +229,22 @@ def test_table_holds_the_figures():
 # ---------------------------------------------------------------- the command
 
 
-def test_the_command_on_a_tiny_run(tmp_path, capsys):
-    config = tiny_config(warm_start=None, policy=POLICY)
+@pytest.fixture
+def call(tmp_path):
     write_config(tmp_path / "tiny.py", warm_start=None, policy=POLICY)
-    call = ["--config", str(tmp_path / "tiny.py"), "--tasks", "3", "--out", str(tmp_path / "out")]
+    return ["--config", str(tmp_path / "tiny.py"), "--tasks", "3", "--out", str(tmp_path / "out")]
+
+
+def test_what_cannot_be_studied(call):
     with pytest.raises(UserError, match="--tasks is 0: give 1 or more"):
         study.main([*call, "--tasks", "0"])
     with pytest.raises(UserError, match="group_size is 3: .* give 4 or more"):
         study.main([*call, "--set", "group_size=3"])
+
+
+@pytest.mark.slow
+def test_the_command_on_a_tiny_run(tmp_path, call, capsys):
+    config = tiny_config(warm_start=None, policy=POLICY)
     params = build(config).params
     checkpoint.save(tmp_path / "run" / "checkpoints", 7, {"train": {"params": params}},
                     {"config": to_json(config)})

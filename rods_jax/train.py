@@ -216,19 +216,14 @@ class Run:
         return self.config.synthesis_on and stage.synthesis
 
     def _admission_limit(self) -> int:
-        live, at_boundary = self._live()
+        live, at_boundary = _live(jax.device_get(self.programs.stats(self.pool)))
         return task_pool.admissible(live, self.config.pool, at_boundary)
 
-    def _live(self) -> tuple[int, int]:
-        """Live tasks, and how many of them are at the boundary."""
-        pool = jax.device_get(self.programs.stats(self.pool))
-        return int(pool.live), int(pool.live_by_zone[boundary.Zone.BOUNDARY])
-
-    def _ask_for_variants(self, key: jax.Array) -> None:
+    def _ask_for_variants(self, key: jax.Array, pool: task_pool.PoolStats) -> None:
         """Boundary tasks of this epoch become seeds, unless enough variants wait already; where
         the boundary runs dry (pool.min_boundary), variants become seeds as well."""
         backlog = self.synthesizer.outstanding + len(self.synthesizer.waiting)
-        live, at_boundary = self._live()
+        live, at_boundary = _live(pool)
         most = task_pool.admissible(live, self.config.pool, at_boundary)
         if backlog >= self.config.queue * max(1, most):
             return
@@ -270,8 +265,9 @@ class Run:
             self.pool, draw.indices_T, draw.uids_T, stats, self.step)
         self.ledger.record(Op.UPDATE, self.pool)
         signal = jax.device_get(self.programs.signal(stats))
+        pool = jax.device_get(self.programs.stats(self.pool))
         if self._synthesizes():
-            self._ask_for_variants(seed_key)
+            self._ask_for_variants(seed_key, pool)
         zones_T = np.asarray(self.programs.zones(stats))[draw.filled_T]
         self.counters.rollouts += rolled.rollouts
         self.counters.env_errors += sum(rolled.env_errors.values())
@@ -280,7 +276,7 @@ class Run:
         self.step += 1
         self.ledger.flush()
         return self._metrics(groups, prompts, rewards_TxG, valid_TxG, zones_T, updates, rolled,
-                             time.perf_counter() - began) | {
+                             pool, time.perf_counter() - began) | {
             "publish_s": publish_s, "variance_of_quarter": float(signal.of_quarter),
             "variance_of_bound": float(signal.of_bound)}
 
@@ -308,9 +304,9 @@ class Run:
         return rewards_TxG, valid_TxG
 
     def _metrics(self, groups, prompts, rewards_TxG, valid_TxG, zones_T, updates,
-                 rolled: RolloutStats, wall_s: float) -> dict[str, Any]:
+                 rolled: RolloutStats, pool: task_pool.PoolStats, wall_s: float,
+                 ) -> dict[str, Any]:
         usable = [(t, p.task) for group, p in zip(groups, prompts) for t in group if t.end.usable]
-        pool = jax.device_get(self.programs.stats(self.pool))
         average = lambda values: float(np.mean(values)) if len(values) else None  # noqa: E731
         tokens = rolled.sampled_tokens + rolled.inserted_tokens
         return {
@@ -388,6 +384,11 @@ class Run:
         self.synthesizer = Synthesizer.restore(
             host["synthesizer"], self.parts.suite, self.config.synthesis, self.config.seed,
             self.guard)
+
+
+def _live(pool: task_pool.PoolStats) -> tuple[int, int]:
+    """Live tasks, and how many of them are at the boundary."""
+    return int(pool.live), int(pool.live_by_zone[boundary.Zone.BOUNDARY])
 
 
 def _call_error_share(trajectories: list[Trajectory]) -> float | None:

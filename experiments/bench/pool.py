@@ -3,9 +3,9 @@
 The pool is full: two fifths are seeds, and of the generated tasks a quarter is retired and
 somewhat more live than p_max allows, so every operation has work to do. Each call gets that
 same pool, in a copy where it changes it, and is timed until its result is there; the pool's
-functions are compiled, and take the old pool's memory, as in a run. A step calls them as often
-as `train.py` does where it asks for variants in every step; what is done once an epoch is
-spread over the steps that an epoch of that pool has.
+functions are compiled, and take the old pool's memory, as in a run. A step calls each of its
+operations once, as in `train.py` where variants are asked for in every step; what is done once
+an epoch is spread over the steps that an epoch of that pool has.
 
 The update is the smallest that is trained with here, that of configs/quickstart.py: one
 minibatch of its shapes, of random rollouts, where half of the groups disagree (the others are
@@ -46,9 +46,7 @@ SIZES = (1024, 4096, 16384, 65536)
 CALLS = 5  # of an operation in a pass
 SHARE, MOST_MS = 0.01, 5.0  # targets, all of them to stay below
 
-# Calls in a step. Variants are asked for after a look at the stats, which the log takes too.
-STEP: Mapping[str, int] = {"unseen": 1, "sample": 1, "group_stats": 1, "update_stats": 1,
-                           "signal": 1, "zones": 1, "stats": 2, "choose": 1}
+STEP = ("unseen", "sample", "group_stats", "update_stats", "signal", "zones", "stats", "choose")
 EPOCH = ("retire", "revive", "add", "prune")
 BEGAN, NOW = 60, 90  # first step of the epoch, and the step that is timed
 
@@ -259,7 +257,7 @@ def pool_figures(update_s: Sequence[float], seconds: Mapping[int, Mapping[str, S
     for size, found in sorted(seconds.items()):
         ms = {name: 1e3 * statistics.median(each) for name, each in found.items()}
         calls = dict.fromkeys(EPOCH, 1) | {"add": epochs[size].adds}
-        sizes[size] = {"step_ms": sum(count * ms[name] for name, count in STEP.items()),
+        sizes[size] = {"step_ms": sum(ms[name] for name in STEP),
                        "epoch_ms": sum(count * ms[name] for name, count in calls.items()),
                        "epoch_steps": epochs[size].steps, "adds": epochs[size].adds,
                        "operations_ms": ms}
@@ -298,8 +296,8 @@ def pool_table(found: Mapping[str, Json]) -> str:
     shown = [f"task pool on {found['machine']['cores']} cores, prompts of {found['prompt_len']} "
              f"tokens, draws of {found['tasks_per_step']}, ms a call, medians of "
              f"{CALLS * found['repeats']}",
-             _ROW("capacity", "a step") + "".join(f"{int(size):>10,}" for size in sizes),
-             *(operation(name, count) for name, count in STEP.items()),
+             _ROW("capacity", "each") + "".join(f"{int(size):>10,}" for size in sizes),
+             *(operation(name, "step") for name in STEP),
              row("one step", "", lambda size: f"{size['step_ms']:.3f}"),
              _ROW("growth", "") + "".join(f"{ratio:>10}" for ratio in growth),
              *(operation(name, "epoch") for name in EPOCH),

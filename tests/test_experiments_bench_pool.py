@@ -38,6 +38,7 @@ def tiny():
         policy=PolicyConfig(d_model=8, n_layers=1, n_heads=2, n_kv_heads=2, d_ff=8, slots=16))
 
 
+@pytest.mark.slow
 def test_it_runs_and_every_operation_is_timed(tiny, capsys):
     found = bench.bench_pool(bench.PoolPlan(tiny, sizes=(16,), repeats=1))
     assert "pass 1 of 1" in capsys.readouterr().err

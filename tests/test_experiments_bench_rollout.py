@@ -260,6 +260,7 @@ def still(case, total=0.5):
     return types.SimpleNamespace(run=lambda: Phases(0.1, 0.1, 0.2, total, case.sampled))
 
 
+@pytest.mark.slow
 def test_one_run_with_our_sampler_on_a_tiny_model():
     case = TINY_CASES[3]
     found = rollout.bench_rollout(Plan((case,), commands(3.0), repeats=2, model=TINY))

@@ -135,6 +135,7 @@ def test_eight_devices_train_adapters_as_one_does():
         assert "fsdp" in got["a"] and "tensor" in got["b"], (name, got)
 
 
+@pytest.mark.slow
 def test_eight_devices_equal_one():
     out = on_eight_devices(PROGRAM)
     assert out["devices"] == 8 and out["moved"] > 1e-3

@@ -377,6 +377,7 @@ def test_the_host_holds_one_shard_at_a_time(tmp_path, monkeypatch):
     assert len(sizes) > 3 and max(sizes) <= 2000
 
 
+@pytest.mark.slow
 def test_eight_devices_write_what_one_does():
     done = run_on_eight_devices(__file__)
     assert done.stdout.split() == list(ON_MESHES)

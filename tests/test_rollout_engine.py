@@ -98,6 +98,7 @@ def test_another_key_gives_other_tokens_and_no_temperature_equal_ones(engines, p
         assert len({tuple(t.tokens_L) for t in group}) == 1
 
 
+@pytest.mark.slow
 def test_logprobs_equal_a_full_forward_pass_over_the_packed_batch(played, policy):
     groups, (decoder, params) = played[0], policy
     shape = BatchShape(micro=6, rows=4, length=SHAPE.max_len, tasks=len(TASKS), group=4)

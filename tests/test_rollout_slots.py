@@ -420,6 +420,7 @@ def same(groups, others):
         np.testing.assert_allclose(mine.logprobs_L, other.logprobs_L, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_little_memory_gives_the_same_and_nothing_is_compiled_after_the_warm_up(played):
     """Room for the prompts and 15 pages, where 8 rows can take 12 each."""
     decoder, params = babbler()

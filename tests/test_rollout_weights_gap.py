@@ -24,6 +24,7 @@ from rods_jax.types import Author
 from weights_cases import ROUNDED, logits, published
 
 
+@pytest.mark.slow
 def test_the_gap_is_measured_and_its_ratio_enters_the_loss():
     trainer, params = tiny_decoder()
     sampler, rounded = published(Precision.INT8, params, trainer.config)

@@ -433,7 +433,8 @@ def test_messages_raise_nothing_and_run_declared_tools_only(label, count):
     assert share["with_calls"] > 0.35 and share["with_errors"] > 0.25, tally
     assert share["plain"] > 0.01 and share["ran"] > 0.25, tally
     assert tally.longest <= 60_000 and tally.most_work < 12, tally
-    assert label == "compact" or tally.longest > LIMITS.max_chars  # also some that are too long
+    if count == 100_000 and label != "compact":
+        assert tally.longest > LIMITS.max_chars  # also some that are too long
 
 
 def test_the_watch_notices_what_was_not_asked_for():

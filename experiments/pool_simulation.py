@@ -245,7 +245,7 @@ class _Simulation:
             return
         self.pool, uid_M, valid_M = self.programs.choose(
             self.pool, np.int32(self.epoch),
-            np.bool_(at_boundary < self.scenario.pool.min_boundary * live))
+            task_pool.runs_dry(live, at_boundary, self.scenario.pool))
         chosen = np.asarray(uid_M)[np.asarray(valid_M)].tolist()
         self.synthesizer.request(chosen, epoch)
 

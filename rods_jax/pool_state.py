@@ -73,7 +73,7 @@ class PoolConfig:
     stale_after: int = 0  # steps without being drawn; 0: off
     max_failures: int = 3  # draws in a row without a usable reward, then parked; 0: off
     retire_silent: bool = False  # not in the paper: retire what boundary.Zone calls SILENT
-    min_boundary: float = 0.0  # not in the paper: see task_pool.admissible
+    min_boundary: float = 0.0  # not in the paper: see task_pool.runs_dry
     ema_keep: float = 0.0
     min_live: int = 1
     category_floor: int = 1  # live tasks a category

@@ -49,7 +49,7 @@ from rods_jax.pool_state import (
 __all__ = [
     "Draw", "Dropped", "Origin", "PoolConfig", "PoolRows", "PoolState", "PoolStats", "Priority",
     "Reason", "Status", "add", "admissible", "choose", "init", "is_live", "make_rows", "prune",
-    "retire", "revive", "sample", "stats", "unseen", "update_stats",
+    "retire", "revive", "runs_dry", "sample", "stats", "unseen", "update_stats",
 ]
 
 Array = jax.Array
@@ -59,11 +59,17 @@ def _is_generated(state: PoolState) -> Array:
     return state.source_N == int(Origin.GENERATED)
 
 
+def runs_dry(n_live: int, n_boundary: int, config: PoolConfig) -> bool:
+    """Whether fewer than `min_boundary` of the live tasks are at the boundary (see stats). Then
+    variants become seeds as well as original tasks, and more are admissible."""
+    return n_boundary < config.min_boundary * n_live
+
+
 def admissible(n_live: int, config: PoolConfig, n_boundary: int | None = None) -> int:
     """How many new tasks an epoch boundary may admit: floor(beta * live tasks), in integer
-    arithmetic, so 0.29 of 100 is 29. Where fewer than `min_boundary` of the live tasks are at
-    the boundary (n_boundary, see stats), the signal runs dry, and as many as live may come."""
-    if n_boundary is not None and n_boundary < config.min_boundary * n_live:
+    arithmetic, so 0.29 of 100 is 29; as many as live where the boundary `runs_dry`, which is
+    asked where n_boundary is given."""
+    if n_boundary is not None and runs_dry(n_live, n_boundary, config):
         return n_live
     return n_live * round(config.beta * 10_000) // 10_000
 
@@ -263,7 +269,7 @@ def update_stats(
     )
     ripe_N = (state.status_N == int(Status.TRIAL)) & (state.visits_N >= config.burn_in)
     _, high_N = boundary.mean_interval(_estimates(state), band)
-    hard_N = ripe_N & _is_generated(state) & boundary.below(high_N, config.retire_hard)
+    hard_N = ripe_N & boundary.below(high_N, config.retire_hard)
     state, evicted_N = _retire(state, jnp.where(hard_N, int(Reason.BURN_IN), 0), config)
     status_N = jnp.where(ripe_N & ~evicted_N, int(Status.ACTIVE), state.status_N)
     return state.replace(status_N=status_N.astype(jnp.int8))

@@ -221,7 +221,7 @@ class Run:
 
     def _ask_for_variants(self, key: jax.Array, pool: task_pool.PoolStats) -> None:
         """Boundary tasks of this epoch become seeds, unless enough variants wait already; where
-        the boundary runs dry (pool.min_boundary), variants become seeds as well."""
+        the boundary runs dry, variants become seeds as well."""
         backlog = self.synthesizer.outstanding + len(self.synthesizer.waiting)
         live, at_boundary = _live(pool)
         most = task_pool.admissible(live, self.config.pool, at_boundary)
@@ -229,7 +229,7 @@ class Run:
             return
         self.pool, _, uid_M, valid_M = self.programs.choose(
             self.pool, key, self.epoch,
-            from_generated=at_boundary < self.config.pool.min_boundary * live)
+            from_generated=task_pool.runs_dry(live, at_boundary, self.config.pool))
         chosen = np.asarray(uid_M)[np.asarray(valid_M)].tolist()
         self.ledger.chosen(self.pool, chosen)
         if chosen:

@@ -40,7 +40,7 @@ def _texts(task):
 @pytest.mark.parametrize("uid", [
     pytest.param("multi_turn_long_context_170", marks=pytest.mark.slow), "multi_turn_base_60"])
 def test_a_thousand_rollouts_are_independent_and_leave_memory_flat(uid):
-    task, before = BY_UID[uid], _records()
+    task, before, others = BY_UID[uid], _records(), _instances()
     once = _texts(task)
     tracemalloc.start()
     try:
@@ -52,12 +52,14 @@ def test_a_thousand_rollouts_are_independent_and_leave_memory_flat(uid):
     finally:
         tracemalloc.stop()
     assert max(sizes[1:]) - sizes[0] < 50_000  # bytes over 800 rollouts
-    assert not [o for o in gc.get_objects() if isinstance(o, _classes())]
+    assert _instances() == others  # those that tests before this one still hold
     assert _records() == before
 
 
-def _classes():
-    return tuple(bfcl_data.tool_class(d) for d in bfcl_data.DOMAINS)
+def _instances():
+    classes = tuple(bfcl_data.tool_class(d) for d in bfcl_data.DOMAINS)
+    gc.collect()
+    return sum(isinstance(o, classes) for o in gc.get_objects())
 
 
 def test_states_do_not_share_what_the_classes_share():

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from experiments.docs_block import write_block
 from experiments.pool_simulation import EpochRow, Forgetting, Outage, Scenario, simulate
 from rods_jax import report
-from rods_jax.config import check_out, run_main, write_json
+from rods_jax.config import UserError, check_out, run_main, write_json
 from rods_jax.task_pool import PoolConfig, Priority
 from rods_jax.types import Json
 
@@ -140,6 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=100,
                         help="original; 400 as the paper has takes ten times as long")
     parser.add_argument("--seed", type=int, default=0, help="of all random draws")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", choices=[a.name.lower() for a in Arm],
+                        help="only these; no --out or --plot then")
     parser.add_argument("--out", metavar="FILE", help="page that takes the tables")
     parser.add_argument("--plot", metavar="FILE", help="PNG of the curves")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
@@ -147,8 +149,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in (args.plot, args.json):
         if path and path != "-":
             check_out(path)
+    if args.arms and (args.out or args.plot):
+        raise UserError("--out and --plot show all arms: leave --arms out")
     base = base_of(args.seeds, args.epochs, args.seed)
     cases, runs = scenarios(base), {}
+    if args.arms:
+        cases = {arm: cases[arm] for arm in cases if arm.name.lower() in args.arms}
     for arm, scenario in cases.items():
         runs[arm] = simulate(scenario)
         print(f"{arm.value}: {summary(runs[arm])}", flush=True)

@@ -233,46 +233,54 @@ def update_stats(
     n = state.uid_N.shape[0]
     asked_T = uids_T >= 0
     inside_T = (indices_T >= 0) & (indices_T < n)
-    held_T = asked_T & inside_T & (state.uid_N[jnp.clip(indices_T, 0, n - 1)] == uids_T)
+    slot_T = jnp.clip(indices_T, 0, n - 1)
+    held_T = asked_T & inside_T & (state.uid_N[slot_T] == uids_T)
     first_T = ~((uids_T[:, None] == uids_T) & jnp.tri(uids_T.shape[0], k=-1, dtype=bool)).any(1)
+    tried_T = held_T & first_T
     finite_T = jnp.isfinite(groups.mean_T) & jnp.isfinite(groups.var_T)
-    nonfinite_T = held_T & first_T & (groups.count_T > 0) & ~finite_T
-    write_T = held_T & first_T & (groups.count_T > 0) & finite_T
+    nonfinite_T = tried_T & (groups.count_T > 0) & ~finite_T
+    write_T = tried_T & (groups.count_T > 0) & finite_T
 
-    def slots(mask_T: Array) -> Array:  # the slot, or one past the end, which is dropped
-        return jnp.where(mask_T, indices_T, n)
+    kept_T = config.ema_keep * state.rollouts_N[slot_T]
+    rollouts_T = kept_T + groups.count_T.astype(jnp.float32)
+    share_T = groups.count_T / jnp.maximum(rollouts_T, 1.0)  # exactly 1 where nothing is kept
 
-    tried_N = jnp.zeros((n,), bool).at[slots(held_T & first_T)].set(True, mode="drop")
-    seen_N = jnp.zeros((n,), bool).at[slots(write_T)].set(True, mode="drop")
-
-    def written(new_T: Array) -> Array:
-        zeros_N = jnp.zeros((n,), jnp.float32)
-        return zeros_N.at[slots(write_T)].set(new_T.astype(jnp.float32), mode="drop")
-
-    kept_N, count_N = config.ema_keep * state.rollouts_N, written(groups.count_T)
-    rollouts_N = jnp.where(seen_N, kept_N + count_N, state.rollouts_N)
-    share_N = count_N / jnp.maximum(rollouts_N, 1.0)  # exactly 1 where nothing is kept
-
-    def estimate(old_N: Array, new_T: Array) -> Array:
+    def estimate(old_T: Array, new_T: Array) -> Array:
         # Compiled, product and sum may be rounded at once: with ema_keep the last bit is open.
-        return jnp.where(seen_N, (1.0 - share_N) * old_N + share_N * written(new_T), old_N)
+        return (1.0 - share_T) * old_T + share_T * new_T
 
-    failures_N = jnp.where(seen_N, 0, state.failures_N + tried_N)
-    retired_N = state.status_N == int(Status.RETIRED)
-    state = state.replace(
-        mean_N=estimate(state.mean_N, groups.mean_T), var_N=estimate(state.var_N, groups.var_T),
-        rollouts_N=rollouts_N, visits_N=state.visits_N + seen_N, failures_N=failures_N,
-        probed_N=state.probed_N | (seen_N & retired_N),
-        last_seen_N=jnp.where(tried_N, jnp.maximum(state.last_seen_N, step), state.last_seen_N),
+    def put(old_N: Array, new_T: Array | int, mask_T: Array = write_T) -> Array:
+        """Only the slots drawn are touched: a pass over all of a large pool costs more."""
+        new_T = jnp.asarray(new_T).astype(old_N.dtype)
+        return old_N.at[jnp.where(mask_T, indices_T, n)].set(new_T, mode="drop")
+
+    visits_T = state.visits_N[slot_T] + 1
+    mean_T = estimate(state.mean_N[slot_T], groups.mean_T)
+    var_T = estimate(state.var_N[slot_T], groups.var_T)
+    ripe_T = write_T & (state.status_N[slot_T] == int(Status.TRIAL)) & (visits_T >= config.burn_in)
+    estimates = GroupStats(mean_T=mean_T, var_T=var_T, count_T=rollouts_T)
+    _, high_T = boundary.mean_interval(estimates, band)
+    hard_T = ripe_T & boundary.below(high_T, config.retire_hard)
+    order_T = jnp.argsort(indices_T)  # of equal phi the lower slot goes first
+    evicted_T = jnp.zeros_like(hard_T).at[order_T].set(_permitted(
+        boundary.phi(mean_T)[order_T], state.category_N[slot_T][order_T], hard_T[order_T],
+        _by_category(state, is_live(state)), config))
+    retired_T = state.status_N[slot_T] == int(Status.RETIRED)
+    failures_T = jnp.where(write_T, 0, state.failures_N[slot_T] + 1)
+    last_seen_T = jnp.maximum(state.last_seen_N[slot_T], step)
+    status_N = put(state.status_N, int(Status.ACTIVE), ripe_T)
+    return state.replace(
+        mean_N=put(state.mean_N, mean_T), var_N=put(state.var_N, var_T),
+        rollouts_N=put(state.rollouts_N, rollouts_T), visits_N=put(state.visits_N, visits_T),
+        failures_N=put(state.failures_N, failures_T, tried_T),
+        probed_N=put(state.probed_N, True, write_T & retired_T),
+        last_seen_N=put(state.last_seen_N, last_seen_T, tried_T),
+        status_N=put(status_N, int(Status.RETIRED), evicted_T),
+        reason_N=put(state.reason_N, int(Reason.BURN_IN), evicted_T),
+        retired=state.retired.at[int(Reason.BURN_IN)].add(evicted_T.sum(dtype=jnp.int32)),
         mismatched=state.mismatched + (asked_T & ~held_T).sum(dtype=jnp.int32),
         nonfinite=state.nonfinite + nonfinite_T.sum(dtype=jnp.int32),
     )
-    ripe_N = (state.status_N == int(Status.TRIAL)) & (state.visits_N >= config.burn_in)
-    _, high_N = boundary.mean_interval(_estimates(state), band)
-    hard_N = ripe_N & boundary.below(high_N, config.retire_hard)
-    state, evicted_N = _retire(state, jnp.where(hard_N, int(Reason.BURN_IN), 0), config)
-    status_N = jnp.where(ripe_N & ~evicted_N, int(Status.ACTIVE), state.status_N)
-    return state.replace(status_N=status_N.astype(jnp.int8))
 
 
 def _estimates(state: PoolState) -> GroupStats:
@@ -286,17 +294,25 @@ def _retire(state: PoolState, reason_N: Array, config: PoolConfig,
     live_N = is_live(state)
     wanted_N = live_N & (reason_N != int(Reason.NONE))
     key_N = jnp.where(state.visits_N == 0, jnp.inf, boundary.phi(state.mean_N))
-    spare_C = _by_category(state, live_N) - config.category_floor
-    done_N = ranking.lowest_of_each(key_N, jnp.where(wanted_N, state.category_N, -1), spare_C)
-    spare = live_N.sum(dtype=jnp.int32) - config.min_live
-    if limit is not None:
-        spare = jnp.minimum(spare, limit)
-    done_N = ranking.lowest_of_each(key_N, jnp.where(done_N, 0, -1), spare[None])
+    done_N = _permitted(key_N, state.category_N, wanted_N, _by_category(state, live_N), config,
+                        limit)
     return state.replace(
         status_N=jnp.where(done_N, jnp.int8(Status.RETIRED), state.status_N),
         reason_N=jnp.where(done_N, reason_N, state.reason_N).astype(jnp.int8),
         retired=state.retired + boundary.code_counts(reason_N, len(Reason), done_N),
     ), done_N
+
+
+def _permitted(key_N: Array, category_N: Array, wanted_N: Array, live_C: Array,
+               config: PoolConfig, limit: Array | int | None = None) -> Array:
+    """bool [N]: which of the wanted may be retired: those of lowest key, as far as `limit` and
+    the guards allow where live_C tasks of each category are live."""
+    spare_C = live_C - config.category_floor
+    done_N = ranking.lowest_of_each(key_N, jnp.where(wanted_N, category_N, -1), spare_C)
+    spare = live_C.sum() - config.min_live
+    if limit is not None:
+        spare = jnp.minimum(spare, limit)
+    return ranking.lowest_of_each(key_N, jnp.where(done_N, 0, -1), spare[None])
 
 
 def _by_category(state: PoolState, mask_N: Array) -> Array:

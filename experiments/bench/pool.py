@@ -1,11 +1,12 @@
 """What the task pool costs at growing capacities, beside the update that it serves.
 
 The pool is full: two fifths are seeds, and of the generated tasks a quarter is retired and
-somewhat more live than p_max allows, so every operation has work to do. Each call gets that
-same pool, in a copy where it changes it, and is timed until its result is there; the pool's
-functions are compiled, and take the old pool's memory, as in a run. A step calls each of its
-operations once, as in `train.py` where variants are asked for in every step; what is done once
-an epoch is spread over the steps that an epoch of that pool has.
+somewhat more live than p_max allows, so every operation has work to do. The pool's functions
+are compiled, and take the old pool's memory, as in a run; each call is timed until its result
+is there. A step makes its calls one after the other on one copy of the pool, as `train.py` does
+where variants are asked for in every step; the copy came last through the caches, with the
+prompts, as a run's update does. What is done once an epoch gets a copy each, and is spread over
+the steps that an epoch of that pool has.
 
 The update is the smallest that is trained with here, that of configs/quickstart.py: one
 minibatch of its shapes, of random rollouts, where half of the groups disagree (the others are
@@ -198,17 +199,27 @@ class FullPool:
 
     def run(self) -> dict[str, float]:
         """Seconds of one call of each operation."""
-        found = {}
-        for name, call in self._calls.items():
-            state = jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
-            start = time.perf_counter()
-            jax.block_until_ready(call(state))
-            found[name] = time.perf_counter() - start
+        found, state = {}, self._copy()
+        for name in STEP:
+            found[name], state = self._timed(name, state)
+        for name in EPOCH:
+            found[name], _ = self._timed(name, self._copy())
         return found
+
+    def _copy(self) -> PoolState:
+        return jax.block_until_ready(jax.tree.map(jnp.copy, self._state))
+
+    def _timed(self, name: str, state: PoolState) -> tuple[float, PoolState]:
+        start = time.perf_counter()
+        result = jax.block_until_ready(self._calls[name](state))
+        seconds = time.perf_counter() - start
+        after = result[0] if isinstance(result, tuple) else result
+        return seconds, after if isinstance(after, PoolState) else state
 
 
 def _calls(config: RunConfig, state: PoolState) -> dict[str, Callable[[PoolState], Any]]:
-    """Each operation with what a run gives it."""
+    """Each operation with what a run gives it. Some of the drawn tasks are on their first
+    observation, and one of these turns out too hard."""
     programs, rng = pool_programs(config), np.random.default_rng(1)
     allowed_C, key, tasks = np.ones(N_CATEGORIES, bool), jax.random.key(0), config.tasks_per_step
 
@@ -218,6 +229,8 @@ def _calls(config: RunConfig, state: PoolState) -> dict[str, Callable[[PoolState
 
     draw = jax.device_get(sample(state))
     rewards_TxG = (rng.integers(5, size=(tasks, config.group_size)) / 4).astype(np.float32)
+    trial_T = np.asarray(state.status_N)[draw.indices_T] == int(Status.TRIAL)
+    rewards_TxG[np.flatnonzero(trial_T)[:1]] = 0
     valid_TxG = np.ones(rewards_TxG.shape, bool)
     groups = programs.group_stats(rewards_TxG, valid_TxG)
     length, size = config.sampler.prompt_len, config.pool.capacity

@@ -52,6 +52,21 @@ def test_lowest_of_floats_of_every_size():
         assert np.flatnonzero(got).tolist() == sorted(np.argsort(key_N, stable=True)[:room])
 
 
+def test_a_large_pool_with_ties_as_a_full_sort():
+    rng, n = np.random.default_rng(2), 65536
+    score_N = (rng.integers(0, 17, n) / 16).astype(np.float32)
+    group_N = rng.integers(-1, K, n).astype(np.int8)
+    best_KxM = np.asarray(best(score_N, group_N, K, 32)).reshape(K, 32)
+    room_K = np.array([0, n // 8, n], np.int32)
+    lowest_N = np.asarray(ranking.lowest_of_each(score_N, group_N, room_K))
+    for k in range(K):
+        member_M = np.flatnonzero(group_N == k)
+        assert best_KxM[k].tolist() == \
+            member_M[np.argsort(-score_N[member_M], stable=True)][:32].tolist()
+        first_M = member_M[np.argsort(score_N[member_M], stable=True)][:room_K[k]]
+        assert np.flatnonzero(lowest_N & (group_N == k)).tolist() == sorted(first_M)
+
+
 def test_rank_within_its_group():
     rng = np.random.default_rng(1)
     order_N, member_N = rng.permutation(N), rng.random(N) < 0.7

@@ -187,25 +187,6 @@ def code_counts(code_N: Array, n_codes: int, mask_N: Array | None = None) -> Arr
     return member_KxN.sum(axis=1, dtype=jnp.int32)
 
 
-def zone_counts(zones_T: Array, mask_T: Array | None = None) -> Array:
-    """int32 [5], how many groups are in each Zone (of those in the mask)."""
-    return code_counts(zones_T, len(Zone), mask_T)
-
-
-def zone_shares(zones_T: Array, mask_T: Array | None = None) -> Array:
-    """float32 [5], the share of groups in each Zone; sums to 1, or all 0 for no group."""
-    counts = zone_counts(zones_T, mask_T)
-    return counts / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-
-
-def zone_variance(stats: GroupStats, zones_T: Array) -> Array:
-    """float32 [5], mean reward variance of the groups in each Zone, 0 for an empty zone.
-    The paper reports BOUNDARY at 2.0 to 2.2 times HARD or MASTERED (section 5)."""
-    member_TxZ = zones_T[:, None] == jnp.arange(len(Zone), dtype=zones_T.dtype)
-    total = jnp.where(member_TxZ, stats.var_T[:, None], 0.0).sum(axis=0)
-    return total / jnp.maximum(member_TxZ.sum(axis=0), 1)
-
-
 def mixed_probability(mean: Array, rollouts: int) -> Array:
     """That not all of a task's next 0/1 rewards are alike: 1 - m^K - (1 - m)^K."""
     return 1.0 - mean ** rollouts - (1.0 - mean) ** rollouts

@@ -24,12 +24,14 @@ means never. An index of -1 means none: mask before indexing, -1 is the last slo
 
 from __future__ import annotations
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
 
 from rods_jax import boundary, ranking
-from rods_jax.boundary import N_CATEGORIES, BoundaryConfig, GroupStats, SeedRule
+from rods_jax.boundary import N_CATEGORIES, BoundaryConfig, GroupStats, SeedRule, Zone
 from rods_jax.pool_state import (
     Draw,
     Dropped,
@@ -421,13 +423,16 @@ def stats(state: PoolState, config: BoundaryConfig) -> PoolStats:
     """What is in the pool, for the log."""
     live_N = is_live(state)
     known_N = live_N & (state.visits_N > 0)
-    zone_N = boundary.zones(_estimates(state), config)
+    # One histogram over all codes at once: each count is one of its margins.
+    codes = (state.status_N, state.source_N, boundary.zones(_estimates(state), config),
+             jnp.clip(state.category_N, 0))
+    sizes = (len(Status), len(Origin), len(Zone), N_CATEGORIES)
+    cell_N = jnp.ravel_multi_index([code_N.astype(jnp.int32) for code_N in codes], sizes, "clip")
+    cells = jnp.zeros((math.prod(sizes),), jnp.int32).at[cell_N].add(1).reshape(sizes)
+    live = cells[int(Status.TRIAL)] + cells[int(Status.ACTIVE)]
     total = jnp.where(known_N, state.mean_N, 0.0).sum()
+    known = known_N.sum(dtype=jnp.int32)
     return PoolStats(
-        by_status=boundary.code_counts(state.status_N, len(Status)),
-        live_by_source=boundary.code_counts(state.source_N, len(Origin), live_N),
-        live_by_zone=boundary.zone_counts(zone_N, live_N),
-        live_by_category=_by_category(state, live_N), live=live_N.sum(dtype=jnp.int32),
-        unobserved=(live_N & ~known_N).sum(dtype=jnp.int32),
-        mean_reward=total / jnp.maximum(known_N.sum(), 1),
-    )
+        by_status=cells.sum((1, 2, 3)), live_by_source=live.sum((1, 2)),
+        live_by_zone=live.sum((0, 2)), live_by_category=live.sum((0, 1)), live=live.sum(),
+        unobserved=live.sum() - known, mean_reward=total / jnp.maximum(known, 1))

@@ -64,7 +64,6 @@ def test_fractional_group_in_the_band_without_variance_is_silent():
     stats = groups([0.5] * 16, [1 / 3] * 16, [0.0, 1.0] * 8)
     zone = zones_of(stats, config=BoundaryConfig())
     assert [Zone(int(z)) for z in zone] == [Zone.SILENT, Zone.SILENT, Zone.BOUNDARY]
-    np.testing.assert_allclose(boundary.zone_shares(zone), [0, 1 / 3, 0, 2 / 3, 0])
 
 
 def test_ends_of_the_band_belong_to_it_in_spite_of_rounding():
@@ -92,18 +91,6 @@ def test_phi_and_closeness():
     m = 0.375
     expected = [1.0, 0.0, np.var([0, 0, 0.5, 1]) / (m * (1 - m)), 0.0]
     np.testing.assert_allclose(closeness_of(stats), expected, rtol=1e-5)
-
-
-def test_zone_counts_and_variance():
-    stats = groups([0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 1], [1, 1, 1, 1])
-    zone = zones_of(stats, config=BoundaryConfig())
-    np.testing.assert_array_equal(boundary.zone_counts(zone), [1, 2, 1, 0, 0])
-    np.testing.assert_array_equal(
-        boundary.zone_counts(zone, jnp.array([True, True, False, False])), [1, 1, 0, 0, 0])
-    np.testing.assert_allclose(
-        boundary.zone_variance(stats, zone), [0, (1 / 4 + 1 / 3) / 2, 0, 0, 0], rtol=1e-6)
-    none = boundary.zone_shares(zone, jnp.zeros(4, bool))
-    np.testing.assert_array_equal(none, np.zeros(5))
 
 
 def test_signal_is_the_share_of_what_variance_could_be():

@@ -2,9 +2,11 @@
 
 Seeds are the suite's training split, or the tasks of --seeds FILE. Writes the accepted tasks
 to --out, one JSON object a line, and keeps FILE.journal beside it: the same command after an
-interruption goes on where it was, and a larger --count adds to what is there. With --writer llm or --judge a
-language model behind an endpoint writes the texts or judges them, such as
-`vllm serve Qwen/Qwen3-32B`: --base-url http://localhost:8000/v1 --model Qwen/Qwen3-32B.
+interruption goes on where it was, and a larger --count adds to what is there.
+
+With --writer llm or --judge a language model behind an endpoint writes the texts or judges
+them, such as that of `vllm serve Qwen/Qwen3-32B`: give --base-url http://localhost:8000/v1
+--model Qwen/Qwen3-32B.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ class Synthesizer:
         if max_outstanding < 1:
             raise ValueError(f"max_outstanding is {max_outstanding}: give at least 1")
         self._suite, self._config, self._run_seed = suite, config, run_seed
-        self._maker, self._max_outstanding = make_maker(suite, config, guard, run_seed), max_outstanding
+        self._maker = make_maker(suite, config, guard, run_seed)
+        self._max_outstanding = max_outstanding
         self._changed = threading.Condition()
         # All below is guarded by the condition's lock.
         self._known = Known()

@@ -170,7 +170,8 @@ def quoted(value: Json) -> str:
 # ---------------------------------------------------------------- the answer
 
 # A call written as JSON or between a chat format's own marks.
-_CALL = re.compile(r"<\|[^|<>]*\|>|</?(tool_call|function)\b|[\"'](name|arguments|parameters)[\"']\s*:")
+_CALL = re.compile(r"<\|[^|<>]*\|>|</?(tool_call|function)\b"
+                   r"|[\"'](name|arguments|parameters)[\"']\s*:")
 
 
 def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...] | Failure:

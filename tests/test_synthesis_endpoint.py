@@ -111,7 +111,7 @@ REASONING = {"reasoning_content": "I should say hello."}
 
 @pytest.mark.parametrize("act, kind, finish, requests, waits", [
     (status(500), "server_error", "", 3, 2),
-    (status(503), "server_error", "", 3, 2),
+    (status(503, body=b"\x1b[31mred\x00\xff\n" * 99), "server_error", "", 3, 2),
     (status(400), "bad_request", "", 1, 0),
     (status(404), "bad_request", "", 1, 0),
     (status(307, {"Location": "http://127.0.0.1:9/v1"}), "bad_request", "", 1, 0),
@@ -129,6 +129,7 @@ REASONING = {"reasoning_content": "I should say hello."}
     (says(None, reasoning="hm"), "empty_content", "stop", 3, 0),
     (says("<think>I should say"), "empty_content", "stop", 3, 0),
     (says(None, "tool_calls", tool_calls=[]), "empty_content", "tool_calls", 3, 0),
+    (says("", "\x1b[2J"), "empty_content", "?[2J", 3, 0),
     (row({"choices": []}), "empty_content", "", 3, 0),
     (row({"choices": [{"message": None, "finish_reason": None}]}), "empty_content", "", 3, 0),
     (says("hello, I am", "length"), "truncated", "length", 1, 0),

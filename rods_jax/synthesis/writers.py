@@ -179,6 +179,7 @@ def quoted(value: Json, most: int = MOST_OF_RESULT) -> str:
 # A call written as JSON or between a chat format's own marks.
 _CALL = re.compile(r"<\|[^|<>]*\|>|</?(tool_call|function)\b"
                    r"|[\"'](name|arguments|parameters)[\"']\s*:")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...] | Failure:
@@ -194,6 +195,8 @@ def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...
     dictated = sorted({value for turn in calls for call in turn for value in call.arguments.values()
                        if isinstance(value, str) and value}, key=len, reverse=True)
     for t, said in enumerate(turns):
+        if _CONTROL.search(said):
+            return Failure(FailureKind.WRONG_SHAPE, f"turn {t}: control characters")
         for value in dictated:  # what the user wants written down may look like a call
             said = said.replace(value, " ")
         if _CALL.search(said):

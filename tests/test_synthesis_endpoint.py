@@ -218,6 +218,32 @@ def test_a_dead_endpoint_is_left_alone_for_a_while():
         assert len(server.requests) == 9
 
 
+def test_one_request_alone_finds_out_whether_it_is_back():
+    clock, asked, go_on = Clock(), threading.Event(), threading.Event()
+
+    def probe(handler, request):
+        asked.set()
+        go_on.wait(20)
+        says("hello")(handler, request)
+    with Served(status(500), probe) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        endpoint = clock.endpoint(server.config(down_after=1, tries=1))
+        assert endpoint.ask(ASKED).kind is FailureKind.SERVER_ERROR
+        clock.time += 61
+        first = pool.submit(endpoint.ask, ASKED)
+        assert asked.wait(20)
+        others = [endpoint.ask(ASKED).kind for _ in range(3)]
+        go_on.set()
+        assert first.result(20).text == endpoint.ask(ASKED).text == "hello"
+    assert others == [FailureKind.DOWN] * 3 and len(server.requests) == 3
+
+
+def test_only_failures_in_a_row_count():
+    with Served(*[status(500), says("hello")] * 4) as server:
+        endpoint = Clock().endpoint(server.config(down_after=2, tries=1))
+        kinds = [type(endpoint.ask(ASKED)) for _ in range(8)]
+    assert kinds == [Failure, Answer] * 4 and len(server.requests) == 8
+
+
 @pytest.mark.parametrize("act", [status(400), says("")])
 def test_who_answers_at_all_is_not_down(act):
     with Served(act) as server:

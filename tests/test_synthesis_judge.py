@@ -1,5 +1,6 @@
 """The language model that judges what the rules let through."""
 
+import dataclasses
 import json
 
 import pytest
@@ -21,23 +22,23 @@ PASS = says('{"pass": true, "feedback": ""}')
 REFUSE = says('{"pass": false, "feedback": "Turn 1 sounds\\n stiff."}')
 
 
-class Heard(TemplateWriter):
+@dataclasses.dataclass(frozen=True)
+class Listening(TemplateWriter):
     """The suite's writer, which notes the feedback that it gets."""
 
+    heard: list[str]
+
     def write(self, story, rng, feedback):
-        FEEDBACK.append(feedback)
+        self.heard.append(feedback)
         return super().write(story, rng, feedback)
 
 
-FEEDBACK = []
-
-
-def attempt(server, suite=None, seed=None, on_outage=OnOutage.GO_ON, clock=None, **config):
-    FEEDBACK.clear()
-    suite = suite or NotesSuite()
+def attempt(server, suite=None, seed=None, on_outage=OnOutage.GO_ON, clock=None, heard=None,
+            **config):
+    suite, heard = suite or NotesSuite(), [] if heard is None else heard
     config = SynthesisConfig(judge=True, on_outage=on_outage, endpoint=server.config(), **config)
     judge = Judge((clock or Clock()).endpoint(config.endpoint))
-    maker = Maker(suite, config, HeldOutGuard(), 1, Heard(suite), judge)
+    maker = Maker(suite, config, HeldOutGuard(), 1, Listening(suite, heard), judge)
     return maker.attempt(seed or notes_task(), 0, 0, Known())
 
 
@@ -53,10 +54,11 @@ def test_a_good_task_passes_as_it_is(suite, seed):
 
 
 def test_a_refused_task_is_written_again_with_the_judges_words():
+    heard = []
     with Served(REFUSE, PASS) as server:
-        made = attempt(server)
+        made = attempt(server, heard=heard)
     assert isinstance(made, Candidate) and made.rewrites == 1 and made.usage.requests == 2
-    assert FEEDBACK == ["", "Turn 1 sounds stiff."]
+    assert heard == ["", "Turn 1 sounds stiff."]
 
 
 @pytest.mark.parametrize("max_rewrites", [0, 1, 2])

@@ -157,7 +157,7 @@ def test_known_tasks_are_not_made_again():
     with start(known=hashes) as synthesizer:
         ask(synthesizer)
         assert synthesizer.collect(9, 20) == []
-        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"duplicate": 9}}
+        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"same_content": 9}}
 
 
 # ---------------------------------------------------------------- offline

@@ -17,10 +17,10 @@ import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.outcome import Candidate, Funnel, Outcome, outcome_from_json
-from rods_jax.synthesis.pipeline import SynthesisConfig, attempt, crash
+from rods_jax.synthesis.pipeline import SynthesisConfig, crash, make_maker
 from rods_jax.tasks.leakage import HeldOutGuard
-from rods_jax.tasks.profile import Profile
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json, Task
 
@@ -46,18 +46,18 @@ class Synthesizer:
     def __init__(self, suite: Suite, config: SynthesisConfig, run_seed: int,
                  guard: HeldOutGuard, known: Iterable[str] = (), *, max_outstanding: int = 256):
         self._setup(suite, config, run_seed, guard, max_outstanding)
-        self._known = set(known)
+        self._known = Known.from_json(known)
         self._thread.start()
 
     def _setup(self, suite, config, run_seed, guard, max_outstanding) -> None:
         if max_outstanding < 1:
             raise ValueError(f"max_outstanding is {max_outstanding}: give at least 1")
         self._suite, self._config, self._run_seed = suite, config, run_seed
-        self._guard, self._max_outstanding = guard, max_outstanding
-        self._profiles: dict[str, Profile] = {}
+        self._maker = make_maker(suite, config, guard, run_seed)
+        self._max_outstanding = max_outstanding
         self._changed = threading.Condition()
         # All below is guarded by the condition's lock.
-        self._known: set[str] = set()
+        self._known = Known()
         self._jobs: collections.deque[_Job] = collections.deque()  # the first may be running
         self._done: collections.deque[Outcome] = collections.deque()  # not collected
         self._waiting: dict[str, Candidate] = {}  # collected, not settled
@@ -173,7 +173,7 @@ class Synthesizer:
             return {
                 "version": STATE_VERSION,
                 "run_seed": self._run_seed,
-                "known": sorted(self._known),
+                "known": self._known.to_json(),
                 "seeds": seeds,
                 "jobs": [[job.seed.uid, job.step, job.index] for job in self._jobs],
                 "done": [outcome.to_json() for outcome in self._done],
@@ -196,7 +196,7 @@ class Synthesizer:
         new = cls.__new__(cls)
         new._setup(suite, config, run_seed, guard, max_outstanding)
         seeds = {uid: Task.from_json(row) for uid, row in state["seeds"].items()}
-        new._known = set(state["known"])
+        new._known = Known.from_json(state["known"])
         new._jobs.extend(_Job(seeds[uid], step, index) for uid, step, index in state["jobs"])
         new._done.extend(outcome_from_json(row) for row in state["done"])
         new._waiting = {c.task.uid: c for c in map(Candidate.from_json, state["waiting"])}
@@ -216,13 +216,12 @@ class Synthesizer:
                     return
                 job = self._jobs[0]
             try:  # reading _known without the lock is safe: only this thread writes it
-                outcome = attempt(job.seed, self._suite, self._run_seed, self._config,
-                                  self._guard, self._known, job.step, job.index, self._profiles)
+                outcome = self._maker.attempt(job.seed, job.step, job.index, self._known)
             except BaseException as error:  # no attempt, whatever it does, ends the thread
                 outcome = crash(job.seed.uid, job.step, job.index, error)
             with self._changed:
                 if isinstance(outcome, Candidate):
-                    self._known.add(outcome.task.content_hash)
+                    self._known.add(outcome.task)
                 self._jobs.popleft()
                 self._done.append(outcome)
                 self._changed.notify_all()

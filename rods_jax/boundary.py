@@ -32,6 +32,9 @@ N_CATEGORIES = len(CATEGORIES)  # category codes are indices into CATEGORIES
 # may miss it by a few ulp; distinct means lie much further apart than this.
 EDGE = 1e-6
 
+MOST_SEEDS = 2**16  # seeds a call: its result has so many rows
+MOST_CONFIDENCE = 1 - 1e-9
+
 
 class Zone(enum.IntEnum):
     """What a group of rollouts says about its task."""
@@ -87,11 +90,14 @@ class BoundaryConfig:
                 "set 0 <= alpha_minus <= alpha_plus <= 1")
         if not (math.isfinite(self.var_floor) and self.var_floor >= 0.0):
             raise ValueError(f"var_floor is {self.var_floor}: set a finite value of 0 or more")
-        if not 0.0 < self.confidence < 1.0:
-            raise ValueError(f"confidence is {self.confidence}: set it above 0, below 1")
-        for name, least in (("budget", 1), ("quota", 0), ("cooldown_epochs", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}: set it to {least} or more")
+        if not 0.0 < self.confidence <= MOST_CONFIDENCE:
+            raise ValueError(f"confidence is {self.confidence}: set it above 0, at most "
+                             f"{MOST_CONFIDENCE}")
+        for name, least, most in (("budget", 1, MOST_SEEDS), ("quota", 0, MOST_SEEDS),
+                                  ("cooldown_epochs", 0, 2**31 - 1)):
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: set it within {least}..{most:,}")
 
 
 @flax.struct.dataclass

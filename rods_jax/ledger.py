@@ -26,6 +26,8 @@ import functools
 import json
 import os
 import pathlib
+import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -34,7 +36,7 @@ import numpy as np
 
 from rods_jax import boundary, metrics, task_pool
 from rods_jax.boundary import N_CATEGORIES, BoundaryConfig, GroupStats, Zone
-from rods_jax.config import UserError, write_text
+from rods_jax.config import UserError
 from rods_jax.task_pool import Dropped, Origin, PoolConfig, PoolRows, PoolState, Reason, Status
 from rods_jax.types import Json, Task
 
@@ -59,7 +61,7 @@ class Op(str, enum.Enum):
     REVIVE = "revive"
     PRUNE = "prune"
     CHOOSE = "choose"
-    RESTORED = "restored"  # how the pool of a checkpoint differs from what the file told
+    RESTORED = "restored"  # the pool of a checkpoint whose file was gone
 
 
 class Event(str, enum.Enum):
@@ -85,21 +87,43 @@ _COUNTED_BY = {Event.BORN: "source", Event.ADMITTED: "source", Event.REJECTED: "
 def replay(path: str | os.PathLike, config: PoolConfig, max_prompt: int) -> PoolState:
     """The pool that the file tells of, as numpy arrays, bit for bit. Raises UserError for a
     damaged file; a last line that a kill cut short is left out."""
-    state = _blank(config, max_prompt)
-    for row in metrics.read(path):
-        _apply(state, row["changes"])
-    return state
+    return _replayed(_read(path), path, _blank(config, max_prompt))
 
 
 def lives(path: str | os.PathLike) -> dict[str, list[dict[str, Json]]]:
     """Of every task (by uid) its events in order, each with the step and epoch it fell in."""
     found: dict[str, list[dict[str, Json]]] = {}
-    for row in metrics.read(path):
+    for row in _read(path):
         for event in row["events"]:
             told = {key: value for key, value in event.items() if key != "task"}
             found.setdefault(event["task"], []).append(
                 {"step": row["step"], "epoch": row["epoch"]} | told)
     return found
+
+
+def _read(path: str | os.PathLike) -> list[dict[str, Json]]:
+    """Every line; UserError for a file that is none of this kind."""
+    rows = metrics.read(path)
+    for number, row in enumerate(rows, start=1):
+        events = row.get("events")
+        if not (isinstance(row.get("changes"), dict) and isinstance(row.get("epoch"), int)
+                and isinstance(events, list) and all(
+                    isinstance(e, dict) and "task" in e and "event" in e for e in events)):
+            raise UserError(f"{os.fspath(path)}: line {number} tells of no tasks; give the "
+                            f"{FILE} of a run")
+    return rows
+
+
+def _replayed(rows: Sequence[Mapping[str, Json]], path: str | os.PathLike,
+              state: PoolState) -> PoolState:
+    for number, row in enumerate(rows, start=1):
+        try:
+            _apply(state, row["changes"])
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise UserError(f"{os.fspath(path)}: line {number} does not fit a pool of "
+                            f"{len(state.uid_N)} tasks with prompts of {state.prompt_NxP.shape[1]} "
+                            f"({error}); give the settings of its run") from error
+    return state
 
 
 def tally(events: Iterable[Mapping[str, Json]]) -> Counter[str]:
@@ -162,6 +186,18 @@ class _View:
     zone_N: np.ndarray  # int8 Zone
 
 
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """How far a file was written: bytes, and their CRC-32. A checkpoint keeps it, so that a
+    resumed run knows its own file."""
+
+    size: int = 0
+    crc: int = 0
+
+    def then(self, data: bytes) -> Mark:
+        return Mark(self.size + len(data), zlib.crc32(data, self.crc))
+
+
 class Ledger:
     """Compares the pool with what it was after the last operation. Lines wait in memory until
     `flush`; nothing is read from the disk or written to it before."""
@@ -179,6 +215,7 @@ class Ledger:
         self._before = self._look(self._empty())
         self._pending: list[str] = []
         self._begun = False  # the file is this run's
+        self.mark = Mark()
         self._step, self._epoch = -1, 0
 
     def at(self, step: int, epoch: int) -> None:
@@ -216,31 +253,39 @@ class Ledger:
         self._compare(op, pool, self._look(pool), [])
 
     def flush(self) -> None:
-        """Appends what is pending. The first call of a new run begins the file anew."""
+        """Appends what is pending. The first call of a new run begins the file anew. Raises
+        UserError where somebody else changed or removed it since the last call."""
         if self._begun and not self._pending:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a" if self._begun else "w", encoding="utf-8") as file:
-            file.writelines(self._pending)
-        self._begun = True
+        if self._begun and (not self.path.exists() or self.path.stat().st_size != self.mark.size):
+            raise UserError(f"{self.path}: changed or removed while the run wrote to it; resume "
+                            "from the last checkpoint, and leave the run's folder alone")
+        data = "".join(self._pending).encode()
+        with open(self.path, "ab" if self._begun else "wb") as file:
+            file.write(data)
+        self._begun, self.mark = True, self.mark.then(data)
         self._pending.clear()
 
-    def resume(self, pool: PoolState, step: int) -> None:
-        """Takes up the file at a checkpoint of `step` with this pool: later lines go. Where the
-        file is not that run's, or gone, one line RESTORED says how the pool differs from it."""
-        rows = [row for row in metrics.read(self.path) if row["step"] < step] \
-            if self.path.exists() else []
-        write_text(self.path, "".join(map(_line, rows)))
-        state = self._empty()
+    def resume(self, pool: PoolState, step: int, mark: Mark) -> None:
+        """Takes up the file at a checkpoint of `step` with this pool, when it was written up to
+        `mark`: what came later goes. Where the file is not that run's, it is put aside as
+        FILE.unknown, and one line RESTORED of a new one tells the pool."""
+        rows, own = [], self.path.exists() and _begins_with(self.path, mark)
+        if own:
+            os.truncate(self.path, mark.size)
+            rows = _read(self.path)
+        elif self.path.exists():
+            aside = self.path.with_name(self.path.name + ".unknown")
+            self.path.rename(aside)
+            print(f"{self.path} is not what the checkpoint's run wrote: put aside as {aside.name}",
+                  file=sys.stderr, flush=True)
+        state = _replayed(rows, self.path, self._empty())
         self.counts, self._names, self._pending = Counter(), {}, []
         for row in rows:
-            _apply(state, row["changes"])
             self.counts += tally(row["events"])
-            self._names |= {int(state.uid_N[event["slot"]]): event["task"]
-                            for event in row["events"] if event["event"] == Event.ADMITTED.value}
-        held = set(state.uid_N.tolist())
-        self._names = {serial: uid for serial, uid in self._names.items() if serial in held}
-        self._before, self._begun = self._look(state), True
+        self._names = {serial: self._name(serial) for serial in state.uid_N.tolist() if serial >= 0}
+        self._before, self._begun, self.mark = self._look(state), own, mark if own else Mark()
         self.at(step - 1, rows[-1]["epoch"] if rows else 0)
         self.record(Op.RESTORED, pool)
 
@@ -307,6 +352,11 @@ class Ledger:
             self.counts += tally(events)
             self._pending.append(_line({"step": self._step, "epoch": self._epoch, "op": op.value,
                                         "events": events, "changes": changes}))
+
+
+def _begins_with(path: pathlib.Path, mark: Mark) -> bool:
+    with open(path, "rb") as file:
+        return Mark().then(file.read(mark.size)) == mark
 
 
 def _event(event: Event, uid: str, **details: Json) -> dict[str, Json]:

@@ -30,7 +30,10 @@ _TRACED = "/jax/core/compile/jaxpr_trace_duration"
 def read(path: str | os.PathLike) -> list[dict[str, Json]]:
     """The lines of a metrics file in order; a last line that a kill cut short is left out.
     Raises UserError for any other damage, FileNotFoundError."""
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: not UTF-8 ({e}); restore the file") from e
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -16,6 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
+
+
+MOST = 2**31 - 1  # steps and counts are int32
+MOST_TASKS = 2**24
+MOST_BONUS, LEAST_WEIGHT = 1e6, 1e-6
 
 
 class Status(enum.IntEnum):
@@ -85,22 +89,26 @@ class PoolConfig:
     sweep: bool = True  # every live task once an epoch, before any comes twice
 
     def __post_init__(self):
-        if self.capacity < 1:
-            raise ValueError(f"capacity is {self.capacity}: the pool needs at least 1 slot")
+        if not 1 <= self.capacity <= MOST_TASKS:
+            raise ValueError(f"capacity is {self.capacity}: set it within 1..{MOST_TASKS:,}")
         for name in ("p_max", "burn_in", "stale_after", "max_failures", "min_live",
                      "category_floor", "batch_floor"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: set it to 0 or more")
-        for name in ("beta", "retire_mastered", "retire_hard", "revive_mastered", "probe_rate",
-                     "min_boundary"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} is {getattr(self, name)}: set it within 0..{MOST:,}")
+        for name in ("beta", "retire_mastered", "retire_hard", "revive_mastered", "min_boundary"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} is {getattr(self, name)}: set it within 0..1")
-        if not 0.0 <= self.ema_keep < 1.0:
-            raise ValueError(f"ema_keep is {self.ema_keep}: set it to 0 or more, less than 1")
-        if not (math.isfinite(self.stale_bonus) and self.stale_bonus >= 0.0):
-            raise ValueError(f"stale_bonus is {self.stale_bonus}: set a finite value of 0 or more")
-        if not 0.0 < self.phi_floor <= 1.0:
-            raise ValueError(f"phi_floor is {self.phi_floor}: set it above 0, at most 1")
+        # With nothing but probes an epoch would never end.
+        for name in ("ema_keep", "probe_rate"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} is {getattr(self, name)}: set it to 0 or more, "
+                                 "less than 1")
+        # Weights go through logarithms in float32, where tiny and huge ones are infinite.
+        if not 0.0 <= self.stale_bonus <= MOST_BONUS:
+            raise ValueError(f"stale_bonus is {self.stale_bonus}: set it within "
+                             f"0..{MOST_BONUS:g}")
+        if not LEAST_WEIGHT <= self.phi_floor <= 1.0:
+            raise ValueError(f"phi_floor is {self.phi_floor}: set it within {LEAST_WEIGHT:g}..1")
         if not self.retire_hard <= self.revive_mastered <= self.retire_mastered:
             raise ValueError("thresholds are out of order: set "
                              "retire_hard <= revive_mastered <= retire_mastered")

@@ -277,6 +277,10 @@ class RunConfig:
             raise ValueError("sampler.top_k and top_p leave tokens out, but training scores under "
                              "the whole distribution: leave them at 0 and 1, or give them to "
                              "experiments.evaluate alone")
+        for name, most in (("pool.p_max", self.pool.p_max), ("boundary.quota", self.boundary.quota)):
+            if self.synthesis_on and most == 0:
+                raise ValueError(f"{name} is 0, so no variant could ever be admitted: raise it, or "
+                                 "set synthesis_on=False")
 
 
 def batch_shape(config: RunConfig, rows_each: int = 1) -> BatchShape:

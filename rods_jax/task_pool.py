@@ -237,7 +237,8 @@ def update_stats(
     inside_T = (indices_T >= 0) & (indices_T < n)
     slot_T = jnp.clip(indices_T, 0, n - 1)
     held_T = asked_T & inside_T & (state.uid_N[slot_T] == uids_T)
-    first_T = ~((uids_T[:, None] == uids_T) & jnp.tri(uids_T.shape[0], k=-1, dtype=bool)).any(1)
+    before_TxT = jnp.tri(uids_T.shape[0], k=-1, dtype=bool) & held_T
+    first_T = ~((uids_T[:, None] == uids_T) & before_TxT).any(axis=1)
     tried_T = held_T & first_T
     finite_T = jnp.isfinite(groups.mean_T) & jnp.isfinite(groups.var_T)
     nonfinite_T = tried_T & (groups.count_T > 0) & ~finite_T

@@ -356,6 +356,7 @@ class Run:
             "last_admission": self.last_admission, "counters": dataclasses.asdict(self.counters),
             "table": self.table.state(), "synthesizer": self.synthesizer.state(),
             "leaks_refused": self.guard.to_json(), "config": to_json(self.config),
+            "ledger": dataclasses.asdict(self.ledger.mark),
             "frozen": self.frozen, "model": model_shape(self.parts.decoder.config),
             "model_files": model_files(self.config.policy),
         }
@@ -378,7 +379,7 @@ class Run:
         self.epoch_start, self.last_admission = host["epoch_start"], host["last_admission"]
         self.counters = Counters(**host["counters"])
         self.table.restore(host["table"])
-        self.ledger.resume(self.pool, self.step)
+        self.ledger.resume(self.pool, self.step, ledger.Mark(**host.get("ledger", {})))
         self.guard.counts.update({Leak(k): n for k, n in host["leaks_refused"].items()})
         self.synthesizer.close()
         self.synthesizer = Synthesizer.restore(

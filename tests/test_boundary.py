@@ -251,7 +251,9 @@ def test_random_seeds_ignore_the_band_but_keep_quota_budget_and_cooldown():
 @pytest.mark.parametrize("wrong, message", [
     ({"alpha_minus": 0.9}, "alpha_minus <= alpha_plus"), ({"alpha_plus": 1.5}, "alpha_plus"),
     ({"var_floor": float("nan")}, "var_floor"), ({"budget": 0}, "budget"),
-    ({"quota": -1}, "quota"), ({"confidence": 1.0}, "confidence"), ({"cooldown_epochs": -1}, "cooldown_epochs")])
+    ({"quota": -1}, "quota"), ({"confidence": 1.0}, "confidence"),
+    ({"cooldown_epochs": -1}, "cooldown_epochs"),
+    ({"budget": 10**11}, "budget"), ({"confidence": 1 - 2**-53}, "confidence")])
 def test_config_refuses(wrong, message):
     with pytest.raises(ValueError, match=message):
         BoundaryConfig(**wrong)

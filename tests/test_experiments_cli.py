@@ -60,6 +60,8 @@ def train(shell, place, *more):
     ("policy.n_heads=3", ("--set policy.n_heads=3: d_model 32 does not split over 3 heads",)),
     ("policy.n_kv_heads=4", ("--set policy.n_kv_heads=4: n_heads 2 is not a multiple of n_kv_heads 4",)),
     ("sampler.top_p=0.9", ("sampler.top_k and top_p leave tokens out", "leave them at 0 and 1")),
+    ("pool.p_max=0", ("pool.p_max is 0", "synthesis_on=False")),
+    ("boundary.quota=0", ("boundary.quota is 0", "synthesis_on=False")),
     ("sampler.top_k=5", ("sampler.top_k and top_p leave tokens out",)),
     ("sampler.top_p=0", ("top_p is 0.0: give a number above 0, up to 1",)),
     ("sampler.page=0", ("--set sampler.page=0: sampler.page is 0, must be at least 1",)),

@@ -212,7 +212,7 @@ def test_a_run_killed_at_any_byte_goes_on_to_the_same_file(tmp_path_factory, dat
 
     resumed = new_ledger(path)
     resumed.born([task(0)])  # what a run does before it looks for a checkpoint
-    resumed.resume(walk.pools[c], c)
+    resumed.resume(walk.pools[c], c, lg.Mark().then(written[:safe]))
     play(resumed, walk, start=c)
     assert resumed.path.read_bytes() == written and resumed.counts == whole.counts
 
@@ -352,12 +352,56 @@ def test_a_checkpoint_whose_file_is_gone_is_written_down_whole(told, tmp_path):
     ledger, pool = told
     ledger.path.unlink()
     other = new_ledger(tmp_path, LIFE)
-    other.resume(pool, 6)
+    other.resume(pool, 6, ledger.mark)
     other.flush()
     row, = metrics.read(other.path)
     assert (row["op"], row["step"]) == ("restored", 5)
     assert bits(lg.replay(other.path, LIFE, P)) == bits(pool)
     assert "born = seeds + offered: 0 is not 4" in other.summary(pool, 4, 0)["broken"]
+
+
+@pytest.mark.parametrize("change", [
+    lambda lines: [*lines[:2], *lines[3:]], lambda lines: [*lines[:2], *lines[1:]],
+    lambda lines: lines[::-1], lambda lines: [line.replace("t1", "t9") for line in lines],
+    lambda lines: ["{}\n"], lambda lines: []])
+def test_a_file_that_the_run_did_not_write_is_put_aside(told, tmp_path, change, capsys):
+    ledger, pool = told
+    changed = "".join(change(ledger.path.read_text().splitlines(keepends=True)))
+    ledger.path.write_text(changed)
+    other = new_ledger(tmp_path, LIFE)
+    other.resume(pool, 6, ledger.mark)
+    other.flush()
+    assert (tmp_path / "tasks.jsonl.unknown").read_text() == changed
+    assert "put aside" in capsys.readouterr().err
+    assert [row["op"] for row in metrics.read(other.path)] == ["restored"]
+    assert bits(lg.replay(other.path, LIFE, P)) == bits(pool)
+    assert other.summary(pool, 4, 0)["broken"] is not None
+
+
+def test_a_file_that_others_touch_stops_the_run(told):
+    ledger, pool = told
+    with open(ledger.path, "a") as file:
+        file.write("\n")
+    ledger.born([task(7, parent="t0")])
+    with pytest.raises(UserError, match="changed or removed"):
+        ledger.flush()
+    ledger.path.unlink()
+    with pytest.raises(UserError, match="changed or removed"):
+        ledger.flush()
+
+
+@pytest.mark.parametrize("line, message", [
+    ('{"step": 0, "loss": 1.0}', "line 2 tells of no tasks"),
+    ('{"step": 0, "epoch": 0, "events": [{}], "changes": {}}', "line 2 tells of no tasks"),
+    ('{"step": 0, "epoch": 0, "events": [], "changes": {"mean_N": [[99], [0.5]]}}', "not fit"),
+    ('{"step": 0, "epoch": 0, "events": [], "changes": {"size_N": [[0], [1]]}}', "not fit")])
+def test_files_of_another_kind_are_told_in_one_line(told, line, message):
+    ledger, _ = told
+    first = ledger.path.read_text().splitlines(keepends=True)[0]
+    ledger.path.write_text(first + line + "\n")
+    with pytest.raises(UserError, match=message) as caught:
+        lg.replay(ledger.path, LIFE, P)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_zero_keeps_its_sign(told):

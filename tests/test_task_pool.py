@@ -171,7 +171,7 @@ def test_a_task_that_always_breaks_is_parked_and_tried_once_an_epoch():
 
 
 def test_a_parked_seed_that_works_again_comes_back_whatever_its_reward():
-    config = PoolConfig(capacity=N, max_failures=1, probe_rate=1.0)
+    config = PoolConfig(capacity=N, max_failures=1, probe_rate=0.5)
     state = pool_of(config, [SEED] * 2, means=[0.5, 0.5])
     state = report(config, state, [0], [0], [0.0], 2, count=0)
     state, _ = tp.retire(state, 2, config)
@@ -179,6 +179,25 @@ def test_a_parked_seed_that_works_again_comes_back_whatever_its_reward():
     state, back = tp.revive(state, config)
     assert back.tolist()[:2] == [True, False] and state.failures_N[0] == 0
     assert float(state.mean_N[0]) == 0.0
+
+
+def test_a_report_for_another_slot_does_not_hide_that_of_the_task():
+    config = PoolConfig(capacity=N)
+    state = pool_of(config, [SEED] * 4, means=[0.5] * 4)
+    visits = int(state.visits_N[0])
+    state = report(config, state, [3, 0, 0], [0, 0, 0], [0.25, 0.75, 1.0], 2)
+    assert int(state.mismatched) == 1 and int(state.visits_N[0]) == visits + 1
+    assert float(state.mean_N[0]) == 0.75
+
+
+@pytest.mark.parametrize("least", [
+    {"priority": tp.Priority.PHI, "phi_floor": 1e-6}, {"stale_bonus": 1e6, "sweep": False}])
+def test_extreme_weights_draw_every_task(least):
+    config = PoolConfig(capacity=N, **least)
+    state = pool_of(config, [SEED] * 4, means=[0.0, 1.0, 0.0, 1.0])
+    drawn = {tuple(tp.sample(state, jax.random.key(k), 2, 2, config, step=10**6).indices_T.tolist())
+             for k in range(12)}
+    assert {slot for pair in drawn for slot in pair} == {0, 1, 2, 3}
 
 
 def test_estimates_forget_by_rollouts():
@@ -348,7 +367,9 @@ def test_more_is_admissible_while_the_boundary_runs_dry():
     ({"ema_keep": 1.0}, "ema_keep"), ({"phi_floor": 0.0}, "phi_floor"),
     ({"retire_hard": 0.9}, "retire_hard <= revive_mastered"),
     ({"probe_rate": float("nan")}, "probe_rate"), ({"min_boundary": 2.0}, "min_boundary"),
-    ({"stale_bonus": float("inf")}, "stale_bonus")])
+    ({"stale_bonus": float("inf")}, "stale_bonus"), ({"stale_bonus": 1e38}, "stale_bonus"),
+    ({"phi_floor": 1e-39}, "phi_floor"), ({"probe_rate": 1.0}, "probe_rate"),
+    ({"capacity": 10**11}, "capacity"), ({"burn_in": 2**31}, "burn_in")])
 def test_config_refuses(wrong, message):
     with pytest.raises(ValueError, match=message):
         PoolConfig(**wrong)

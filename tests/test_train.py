@@ -22,6 +22,8 @@ from experiments import train as train_entry
 from rods_jax import checkpoint, ledger, metrics
 from rods_jax.config import UserError
 from rods_jax.rollout.engine import make_prompt
+from rods_jax.synthesis.exchange import FOLDER
+from rods_jax.synthesis.journal import Stopped
 from rods_jax.task_pool import Origin, Status, is_live
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.train import Run, train
@@ -258,15 +260,16 @@ def test_a_broken_environment_costs_its_own_samples_only(folder, whole):
 
 
 def test_variants_that_never_come_end_the_run_with_one_line(folder, whole, monkeypatch):
-    run = Run(tiny_config(), folder / "slow", folder / "cache")
+    run = Run(tiny_config(synthesizer=dict(timeout_s=0.05)), folder / "slow", folder / "cache")
     gate = threading.Event()
-    monkeypatch.setattr("rods_jax.train.SYNTHESIS_TIMEOUT_S", 0.05)
     monkeypatch.setattr(run.parts.suite, "plan", lambda seed, rng: gate.wait(30) and None,
                         raising=False)
     run.synthesizer.request(0, [(run.seeds[0], 1)])
     run.step = 1
-    with pytest.raises(UserError, match="synthesis of step 0 has not ended"):
-        run.boundary_of_epoch()
+    before = run.epoch, run.epoch_start, run.last_admission
+    with pytest.raises(Stopped, match="synthesis of step 0 has not ended"):
+        run.train_step()
+    assert (run.epoch, run.epoch_start, run.last_admission) == before
     gate.set()
     run.synthesizer.close()
 
@@ -320,6 +323,9 @@ def test_a_half_written_checkpoint_is_cleaned_away(resumed):
 
 def test_the_table_of_a_resumed_run_is_the_same(folder, whole, run):
     other = Run(tiny_config(**EVERY), folder / "third", folder / "cache")
+    with pytest.raises(ValueError, match="third/synthesis: the checkpoint speaks of .* no header"):
+        other.resume(whole[0] / "checkpoints")
+    shutil.copytree(whole[0] / FOLDER, folder / "third" / FOLDER)
     other.resume(whole[0] / "checkpoints")
     assert other.table.state() == run[0].table.state()
     assert sorted(other.table.serials()) == sorted(run[0].table.serials())

@@ -3,23 +3,29 @@
 Seeds are the suite's training split, or the tasks of --seeds FILE. Writes the accepted tasks
 to --out, one JSON object a line, and keeps FILE.journal beside it: the same command after an
 interruption goes on where it was, and a larger --count adds to what is there.
+
+With --writer llm or --judge a language model behind an endpoint writes the texts or judges
+them, such as that of `vllm serve Qwen/Qwen3-32B`: give --base-url http://localhost:8000/v1
+--model Qwen/Qwen3-32B.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
 
-from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.config import (UserError, check_out, parse_override, run_main, to_json, typed,
+                             write_json)
 from rods_jax.synthesis.journal import Journal
+from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
-from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.synthesis.pipeline import OnOutage, OutageError, SynthesisConfig, make_maker
+from rods_jax.synthesis.writers import WriterKind
 from rods_jax.tasks.jsonl import read_tasks, write_tasks
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
@@ -45,6 +51,20 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--max-rewrites", type=int, default=defaults.max_rewrites)
     arguments.add_argument("--max-distance", type=float, default=defaults.max_profile_distance,
                            help="largest structural distance to the seed, 0 to 1")
+    model = arguments.add_argument_group("a language model behind an OpenAI-compatible endpoint")
+    model.add_argument("--writer", choices=[kind.value for kind in WriterKind],
+                       default=defaults.writer.value, help="of the user texts")
+    model.add_argument("--judge", action="store_true",
+                       help="the model also judges what passed the rules")
+    model.add_argument("--base-url", default="", metavar="URL",
+                       help="for instance http://localhost:8000/v1")
+    model.add_argument("--model", default="", metavar="NAME", help="for instance Qwen/Qwen3-32B")
+    model.add_argument("--api-key-env", default="", metavar="NAME",
+                       help="the environment variable that holds the key")
+    model.add_argument("--on-outage", choices=[what.value for what in OnOutage],
+                       default=defaults.on_outage.value, help="when the endpoint fails")
+    model.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE",
+                       help="any other field of the endpoint, as in --set timeout_s=300")
     arguments.add_argument("--json", metavar="FILE", help="result as JSON; - prints it last")
     return arguments
 
@@ -63,16 +83,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{args.seeds}: holds no task; give at least one seed")
     held_in = (read_tasks(args.held_in) if args.held_in else
                [task for name in suite.held_out for task in suite.split(name)])
-    config = SynthesisConfig(k_max=args.k_max, max_rewrites=args.max_rewrites,
-                             max_profile_distance=args.max_distance)
+    config = _config(args)
     header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),
-              "held_in": _digest(held_in), "config": dataclasses.asdict(config)}
-    known = [task.content_hash for task in (*seeds, *held_in)]
+              "held_in": _digest(held_in), "config": _decisive(config)}
+    maker = make_maker(suite, config, HeldOutGuard(held_in), args.seed)
     with Journal(args.out.with_name(args.out.name + ".journal"), header) as journal:
         run = _Run(journal.outcomes, args.count)
         for outcome in synthesize_many(
-                seeds, args.count, suite, config, HeldOutGuard(held_in), args.seed, known,
-                done=journal.outcomes, workers=args.workers, max_attempts=args.max_attempts):
+                seeds, args.count, maker, Known((*seeds, *held_in)), done=journal.outcomes,
+                workers=args.workers, max_attempts=args.max_attempts):
             journal.append(outcome)
             run.add(outcome)
     run.end()
@@ -85,6 +104,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(tasks) < args.count:
         print(f"only {len(tasks)} of {args.count} tasks were found in {run.funnel.attempts} "
               "attempts: give more seeds or a larger --max-attempts", file=sys.stderr)
+
+
+def _config(args: argparse.Namespace) -> SynthesisConfig:
+    endpoint = {"base_url": args.base_url, "model": args.model, "api_key_env": args.api_key_env}
+    for text in args.set:
+        name, value = parse_override(text)
+        endpoint[name] = value
+    return typed(SynthesisConfig, {
+        "k_max": args.k_max, "max_rewrites": args.max_rewrites,
+        "max_profile_distance": args.max_distance, "writer": args.writer, "judge": args.judge,
+        "endpoint": endpoint, "on_outage": args.on_outage}, "synthesize")
+
+
+def _decisive(config: SynthesisConfig) -> dict[str, Json]:
+    """What the outcomes depend on; settings of the language model only where one is asked, so
+    that journals written before there was one can be gone on with."""
+    values = to_json(config)
+    endpoint = values.pop("endpoint")
+    asked = {name: values.pop(name) for name in ("writer", "judge", "on_outage")}
+    if config.asks:
+        values |= asked | {name: endpoint[name] for name in (
+            "model", "temperature", "max_tokens", "thinking", "use_reasoning")}
+    return values
 
 
 def _digest(tasks: list[Task]) -> str:
@@ -137,4 +179,4 @@ class _Run:
 
 
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError,))
+    run_main(main, user_errors=(ValueError, OutageError))

@@ -78,7 +78,7 @@ def load(path: str | os.PathLike, overrides: Sequence[str], cls: type[Config]) -
     values = _plain(_run_config_file(file))
     applied = {}
     for text in overrides:
-        field, value = _parse_override(text)
+        field, value = parse_override(text)
         applied[_set(values, field, value, text)] = text
     return _convert(cls, values, _Origin(file, applied), "")
 
@@ -184,7 +184,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _parse_override(text: str) -> tuple[str, Any]:
+def parse_override(text: str) -> tuple[str, Any]:
+    """The field and the value of `field.subfield=value`: a Python literal, or else text."""
     field, equals, value = text.partition("=")
     field = field.strip()
     if not equals or not all(part.isidentifier() for part in field.split(".")):

@@ -7,7 +7,7 @@ import pytest
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate
-from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.synthesis.pipeline import make_maker
 from rods_jax.tasks.leakage import HeldOutGuard
 from synthesis_cases import CONFIG, EXPECTED, REQUESTS, ServedNotes, ask, restore, start, uids
 from test_synthesis_suite import NotesSuite, notes_task
@@ -170,8 +170,8 @@ def test_known_tasks_are_not_made_again(tmp_path):
 
 def offline(count, done=(), workers=1, faults=(), **options):
     seeds = [notes_task(0), notes_task(1, "miss_func"), notes_task(2, "miss_param")]
-    return list(synthesize_many(seeds, count, NotesSuite(faults), SynthesisConfig(), HeldOutGuard(),
-                                3, [t.content_hash for t in seeds], done=done, workers=workers,
+    maker = make_maker(NotesSuite(faults), CONFIG, HeldOutGuard(), 3)
+    return list(synthesize_many(seeds, count, maker, Known(seeds), done=done, workers=workers,
                                 **options))
 
 
@@ -195,4 +195,4 @@ def test_offline_ends_when_nothing_new_is_found():
     outcomes = offline(5, faults=["same"], max_attempts=30)
     assert len(outcomes) == 30 and len(accepted(outcomes)) == 3  # one a category
     with pytest.raises(ValueError, match="no seed tasks"):
-        next(synthesize_many([], 1, NotesSuite(), CONFIG, HeldOutGuard(), 0))
+        next(synthesize_many([], 1, make_maker(NotesSuite(), CONFIG, HeldOutGuard(), 0)))

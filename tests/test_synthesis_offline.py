@@ -8,9 +8,10 @@ import pytest
 
 from experiments import synthesize as entry
 from rods_jax.synthesis.journal import Journal
+from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
-from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.synthesis.pipeline import SynthesisConfig, make_maker
 from rods_jax.tasks.jsonl import read_tasks, write_tasks
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tasks.profile import base_form, distance, profile
@@ -22,6 +23,10 @@ from test_synthesis_suite import NotesSuite, notes_task
 
 SUITE = ToolboxSuite()
 HEADER = {"suite": "notes", "seed": 3}
+
+
+def maker(suite=SUITE, run_seed=1):
+    return make_maker(suite, SynthesisConfig(), HeldOutGuard(), run_seed)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +48,7 @@ def test_toolbox_profiles_have_the_depth_asked_for(seeds):
 
 
 def test_toolbox_variants_are_sound_and_alike(seeds):
-    outcomes = list(synthesize_many(seeds, 60, SUITE, SynthesisConfig(), HeldOutGuard(), 1,
-                                    [s.content_hash for s in seeds]))
+    outcomes = list(synthesize_many(seeds, 60, maker(), Known(seeds)))
     by_uid = {s.uid: s for s in seeds}
     tasks = [o.task for o in outcomes if isinstance(o, Candidate)]
     assert len(tasks) == 60 and len({t.content_hash for t in tasks}) == 60
@@ -63,8 +67,7 @@ def test_thread_and_batch_make_the_same_toolbox_variants(tmp_path, seeds):
         for step in (0, 1):
             synthesizer.request(step, [(seed, 1) for seed in seeds])
         beside = synthesizer.collect(1, 60)
-    batch = synthesize_many(seeds, 10 ** 6, SUITE, config, HeldOutGuard(), 1,
-                            max_attempts=2 * len(seeds))
+    batch = synthesize_many(seeds, 10 ** 6, maker(), max_attempts=2 * len(seeds))
     assert beside == [o for o in batch if isinstance(o, Candidate)]
 
 
@@ -73,8 +76,7 @@ def test_thread_and_batch_make_the_same_toolbox_variants(tmp_path, seeds):
 
 def outcomes_of(count, done=()):
     return synthesize_many([notes_task(0), notes_task(1, "miss_func")], count,
-                           NotesSuite(["mute_once"]), SynthesisConfig(), HeldOutGuard(), 3,
-                           done=done)
+                           maker(NotesSuite(["mute_once"]), 3), done=done)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 40])

@@ -6,9 +6,10 @@ import pytest
 from rods_jax.synthesis.critique import CritiqueReason, critique
 from rods_jax.synthesis.execute import (Executed, ExecuteFailure, ExecuteReason, execute, resolve,
                                         run_plan)
-from rods_jax.synthesis.outcome import (Candidate, Funnel, Rejection, Stage, outcome_from_json)
-from rods_jax.synthesis.pipeline import (SynthesisConfig, attempt, candidate_rng, seed_profile_of,
-                                         synthesize)
+from rods_jax.synthesis.novelty import Known
+from rods_jax.synthesis.outcome import Candidate, Funnel, Stage, Usage, outcome_from_json
+from rods_jax.synthesis.pipeline import (SynthesisConfig, candidate_rng, make_maker,
+                                         seed_profile_of)
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tasks.profile import base_form, distance, profile
 from rods_jax.tasks.replay import replay
@@ -19,8 +20,8 @@ CONFIG = SynthesisConfig()
 
 
 def make(faults=(), category="base", config=CONFIG, guard=None, known=(), seed=0):
-    return attempt(notes_task(seed, category), NotesSuite(faults), 1, config,
-                   guard or HeldOutGuard(), known, 4, 2, {})
+    maker = make_maker(NotesSuite(faults), config, guard or HeldOutGuard(), 1)
+    return maker.attempt(notes_task(seed, category), 4, 2, Known(known))
 
 
 # ---------------------------------------------------------------- stage II
@@ -200,7 +201,7 @@ def test_held_in_and_known_tasks_are_refused():
     refused = make(guard=HeldOutGuard([held_in]))
     assert (refused.stage, refused.reason) == (Stage.HELD_OUT, "same_content")
     assert make(guard=HeldOutGuard([notes_task(0)])).reason == "same_scenario"
-    refused = make(known={made.task.content_hash})
+    refused = make(known=[made.task])
     assert (refused.stage, refused.reason) == (Stage.NOVELTY, "duplicate")
 
 
@@ -221,7 +222,8 @@ def test_funnel_counts_merge_and_survive_json():
     parts[0].merge(parts[1])
     assert parts[0].to_json() == whole.to_json() == {
         "attempts": 5, "accepted": 2, "rewritten": 1, "repaired": 0,
-        "rejected": {"crash": {"RuntimeError": 1}, "critique": {"argument_without_source": 2}}}
+        "rejected": {"crash": {"RuntimeError": 1}, "critique": {"argument_without_source": 2}},
+        "writers": {"template": 4}, "fallbacks": {}, "unjudged": {}, "usage": Usage().to_json()}
     assert Funnel.from_json(whole.to_json()).to_json() == whole.to_json()
     assert whole.accepted_share == 0.4 and Funnel().accepted_share == 0.0
     assert "lost: argument_without_source 2" in str(whole)
@@ -235,6 +237,8 @@ def test_config_is_checked(wrong):
         SynthesisConfig(**wrong)
 
 
-def test_synthesize_takes_any_generator():
-    made = synthesize(notes_task(), NotesSuite(), random.Random(3), CONFIG, HeldOutGuard(), ())
-    assert made.task.uid == "seed0~0.0" and not isinstance(made, Rejection)
+def test_another_run_seed_tells_another_story():
+    made = [make_maker(NotesSuite(), CONFIG, HeldOutGuard(), run_seed).attempt(
+        notes_task(), 0, 0, Known()) for run_seed in (3, 4)]
+    assert [m.task.uid for m in made] == ["seed0~0.0"] * 2
+    assert made[0].task.content_hash != made[1].task.content_hash

@@ -274,7 +274,7 @@ class Synthesizer:
         row = self._asked.rewind(asked, newest_generation(self._folder) + 1)
         if self._asked.digest != state["asked_digest"]:
             raise self._lost(f"{asked} requests", "others")
-        self._watch = OutageWatch(self._config.on_outage)  # what is past was said then
+        self._watch = OutageWatch(self._config.on_outage, lambda line: None)  # was said then
         self._outcomes.feed(self._take)
         self._watch = OutageWatch(self._config.on_outage, self._say)
         if (found := self.answered) < collected:

@@ -12,47 +12,44 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from rods_jax.synthesis.outcome import Candidate, Outcome, PipelineReason, Rejection, Stage
-from rods_jax.synthesis.pipeline import SynthesisConfig, attempt
-from rods_jax.tasks.leakage import HeldOutGuard
-from rods_jax.tasks.profile import Profile
-from rods_jax.tools.env import Suite
+from rods_jax.synthesis.novelty import Known
+from rods_jax.synthesis.outcome import Candidate, Outcome, Rejection, Stage
+from rods_jax.synthesis.pipeline import Maker, stop_for
 from rods_jax.types import Task
 
 CHUNK = 16  # attempts sent to a worker at once
 
 
-def synthesize_many(seeds: Sequence[Task], count: int, suite: Suite, config: SynthesisConfig,
-                    guard: HeldOutGuard, run_seed: int, known: Iterable[str] = (), *,
+def synthesize_many(seeds: Sequence[Task], count: int, maker: Maker, known: Known | None = None, *,
                     done: Sequence[Outcome] = (), workers: int = 1,
                     max_attempts: int | None = None) -> Iterator[Outcome]:
     """Yields the outcome of each attempt until `count` are accepted, `done` included.
 
-    known: content hashes of tasks that exist already. done: the outcomes of an earlier,
+    known: the tasks that exist already; it stays as it is. done: the outcomes of an earlier,
     interrupted call with the same arguments, in order; they are not yielded again.
     max_attempts: ends sooner (default 20 x count). `workers` > 1 uses that many processes;
-    the suite must then be picklable.
+    the suite must then be picklable. With a language model they ask it at the same time.
+    Raises OutageError where the endpoint does not answer and the config says to stop.
     """
     if not seeds:
         raise ValueError("no seed tasks: give at least one")
     if workers < 1:
         raise ValueError(f"workers is {workers}: give at least 1")
     limit = 20 * count if max_attempts is None else max_attempts
-    known = set(known)
-    accepted = 0
-    for outcome in done:
-        if isinstance(outcome, Candidate):
-            known.add(outcome.task.content_hash)
-            accepted += 1
-    worker = _Worker(tuple(seeds), suite, config, guard, run_seed)
+    known = Known.from_json(known.to_json()) if known else Known()
+    made = [outcome.task for outcome in done if isinstance(outcome, Candidate)]
+    known.update(made)
+    accepted = len(made)
+    worker = _Worker(tuple(seeds), maker)
     outcomes = (_in_order(worker, len(done), limit) if workers == 1
                 else _in_processes(worker, len(done), limit, workers))
     try:
         if accepted >= count:
             return
         for outcome in outcomes:
+            stop_for(outcome, maker.config)
             outcome = _novel(outcome, known)
             accepted += isinstance(outcome, Candidate)
             yield outcome
@@ -62,35 +59,29 @@ def synthesize_many(seeds: Sequence[Task], count: int, suite: Suite, config: Syn
         outcomes.close()
 
 
-def _novel(outcome: Outcome, known: set[str]) -> Outcome:
+def _novel(outcome: Outcome, known: Known) -> Outcome:
     if isinstance(outcome, Rejection):
         return outcome
-    content = outcome.task.content_hash
-    if content in known:
-        return Rejection(
-            Stage.NOVELTY, PipelineReason.DUPLICATE.value,
-            f"{outcome.task.uid} equals a known task", outcome.seed, outcome.step,
-            outcome.index, outcome.tries, outcome.repairs, outcome.rewrites)
-    known.add(content)
-    return outcome
+    if (found := known.refuse(outcome.task)) is None:
+        known.add(outcome.task)
+        return outcome
+    return Rejection(
+        Stage.NOVELTY, found.value, f"{outcome.task.uid} equals a known task", outcome.seed,
+        outcome.step, outcome.index, outcome.tries, outcome.repairs, outcome.rewrites,
+        outcome.writer, outcome.fell_back, outcome.unjudged, outcome.usage)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Worker:
     """Attempt number to outcome; novelty aside, which only the caller can decide."""
 
     seeds: tuple[Task, ...]
-    suite: Suite
-    config: SynthesisConfig
-    guard: HeldOutGuard
-    run_seed: int
-    profiles: dict[str, Profile] = dataclasses.field(default_factory=dict)
+    maker: Maker
 
     def __call__(self, n: int) -> Outcome:
         lap, which = divmod(n, len(self.seeds))
-        step, index = divmod(lap, self.config.variants_per_seed)
-        return attempt(self.seeds[which], self.suite, self.run_seed, self.config, self.guard,
-                       frozenset(), step, index, self.profiles)
+        step, index = divmod(lap, self.maker.config.variants_per_seed)
+        return self.maker.attempt(self.seeds[which], step, index, Known())
 
 
 def _in_order(worker: _Worker, start: int, end: int) -> Iterator[Outcome]:

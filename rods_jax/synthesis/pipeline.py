@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
+import os
 import random
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 
-from rods_jax.synthesis.critique import Verdict, critique
+from rods_jax.synthesis.critique import critique
+from rods_jax.synthesis.endpoint import EndpointConfig, Failure, FailureKind, open_endpoint
 from rods_jax.synthesis.execute import Executed, ExecuteFailure, execute
-from rods_jax.synthesis.outcome import Candidate, Outcome, PipelineReason, Rejection, Stage
+from rods_jax.synthesis.judge import Judge
+from rods_jax.synthesis.novelty import Known
+from rods_jax.synthesis.outcome import (Candidate, Outcome, PipelineReason, Rejection, Stage,
+                                        Usage)
+from rods_jax.synthesis.writers import (LLMWriter, Story, TemplateWriter, Writer, WriterKind,
+                                        with_fallback)
 from rods_jax.tasks.leakage import VARIANT_MARK, HeldOutGuard
 from rods_jax.tasks.profile import Profile, base_form, distance, profile
 from rods_jax.tools.env import Suite
 from rods_jax.types import Category, Plan, Source, Task, Turn
 
 
+class OnOutage(str, enum.Enum):
+    """What happens when the endpoint fails."""
+
+    FALL_BACK = "fall_back"  # to what works offline: the template writer, the rules alone
+    GO_ON = "go_on"  # the attempt is rejected
+    STOP = "stop"  # synthesis ends where nobody answers; for an answer of no use it goes on
+
+
 @dataclasses.dataclass(frozen=True)
 class SynthesisConfig:
     """k_max: runs of a plan in the simulator, repairs and new plans included (paper: 3).
-    max_rewrites: texts written again with the critic's feedback (paper: 1).
+    max_rewrites: texts written again with the critic's or the judge's feedback (paper: 1).
     max_profile_distance: in [0, 1], of the variant's base form to the seed's.
-    variants_per_seed: attempts for each seed that is asked for."""
+    variants_per_seed: attempts for each seed that is asked for.
+    writer: of the user turns. judge: a language model rules on what passed the rules. endpoint:
+    of the language model; on_outage: when it fails."""
 
     k_max: int = 3
     max_rewrites: int = 1
     max_profile_distance: float = 0.2
     variants_per_seed: int = 1
+    writer: WriterKind = WriterKind.TEMPLATE
+    judge: bool = False
+    endpoint: EndpointConfig = EndpointConfig()
+    on_outage: OnOutage = OnOutage.FALL_BACK
 
     def __post_init__(self):
         for name, least in (("k_max", 1), ("max_rewrites", 0), ("variants_per_seed", 1)):
@@ -36,6 +58,23 @@ class SynthesisConfig:
         if not 0 <= self.max_profile_distance <= 1:
             raise ValueError(f"max_profile_distance is {self.max_profile_distance}: "
                              "give a number from 0 to 1")
+        asker = "writer llm" if self.writer is WriterKind.LLM else "judge"
+        for name, example in (("base_url", "http://localhost:8000/v1"),
+                              ("model", "Qwen/Qwen3-32B")):
+            if self.asks and not getattr(self.endpoint, name):
+                raise ValueError(f"endpoint.{name} is empty, but {asker} needs it: set it, for "
+                                 f"instance to {example}")
+        if not self.asks and self.endpoint != EndpointConfig():
+            raise ValueError("endpoint is set, but writer template without judge asks none: set "
+                             "writer to llm or judge to True, or leave endpoint out")
+        if not self.asks and self.on_outage is not OnOutage.FALL_BACK:
+            raise ValueError("on_outage has no effect with writer template without judge: leave it "
+                             "out")
+
+    @property
+    def asks(self) -> bool:
+        """Whether an endpoint is asked at all."""
+        return self.judge or self.writer is WriterKind.LLM
 
 
 def candidate_rng(run_seed: int, step: int, seed_uid: str, index: int) -> random.Random:
@@ -45,60 +84,65 @@ def candidate_rng(run_seed: int, step: int, seed_uid: str, index: int) -> random
     return random.Random(int.from_bytes(digest, "big"))
 
 
-def synthesize(seed: Task, suite: Suite, rng: random.Random, config: SynthesisConfig,
-               guard: HeldOutGuard, known_hashes: Collection[str], *, step: int = 0,
-               index: int = 0, seed_profile: Profile | None = None) -> Outcome:
-    """One attempt at a variant of `seed`; novelty is decided against `known_hashes`.
-
-    `seed_profile` is `seed_profile_of(seed, suite)`, for callers that keep it. Exceptions
-    of the suite pass through; `attempt` turns them into a rejection.
-    """
-    name = _Name(seed, step, index)
-    try:
-        run = execute(_plan(seed, suite, rng), suite, rng, lambda: _plan(seed, suite, rng),
-                      config.k_max)
-    except _NoPlan as error:
-        return Rejection(Stage.PLAN, PipelineReason.NO_PLAN.value, str(error), seed.uid, step,
-                         index)
-    if isinstance(run, ExecuteFailure):
-        return name.reject(Stage.EXECUTE, run.reason.value, run.error, run)
-    seed_profile = seed_profile or seed_profile_of(seed, suite)
-    inherited = seed_profile.unsourced
-    written = _write(name, run, suite, rng, config, inherited)
-    if isinstance(written, Rejection):
-        return written
-    task, verdict, rewrites = written
-    far = distance(verdict.profile, seed_profile)
-    if far > config.max_profile_distance:
-        return name.reject(Stage.PROFILE, PipelineReason.TOO_FAR.value,
-                           f"distance {far:.3f} > {config.max_profile_distance}", run, rewrites)
-    if seed.category is not Category.BASE:
-        task = _augment(name, task, suite, rng, run, rewrites, inherited)
-        if isinstance(task, Rejection):
-            return task
-    if leak := guard.leak(task):
-        return name.reject(Stage.HELD_OUT, leak.value, f"{task.uid} equals a held-in task",
-                           run, rewrites)
-    if task.content_hash in known_hashes:
-        return name.reject(Stage.NOVELTY, PipelineReason.DUPLICATE.value,
-                           f"{task.uid} equals a known task", run, rewrites)
-    return Candidate(task, seed.uid, step, index, far, run.tries, run.repairs, rewrites)
+class OutageError(RuntimeError):
+    """The writer's or judge's endpoint does not answer, and synthesis is to stop for it."""
 
 
-def attempt(seed: Task, suite: Suite, run_seed: int, config: SynthesisConfig,
-            guard: HeldOutGuard, known_hashes: Collection[str], step: int, index: int,
-            profiles: dict[str, Profile]) -> Outcome:
-    """`synthesize` under its own name's generator; a crash becomes a rejection.
-    `profiles` keeps seed profiles by uid between calls."""
-    try:
-        if seed.uid not in profiles:
-            profiles[seed.uid] = seed_profile_of(seed, suite)
-        return synthesize(
-            seed, suite, candidate_rng(run_seed, step, seed.uid, index), config, guard,
-            known_hashes, step=step, index=index, seed_profile=profiles[seed.uid])
-    # SystemExit too: a simulator may call exit, and no tool may end the run.
-    except (Exception, SystemExit) as error:
-        return crash(seed.uid, step, index, error)
+def stop_for(outcome: Outcome, config: SynthesisConfig) -> None:
+    """Raises OutageError, one line, where the attempt ended because nobody answered and
+    `on_outage` is STOP. For callers to ask before they keep an outcome, so that the attempt
+    is made again when they go on."""
+    asked = isinstance(outcome, Rejection) and outcome.stage in (Stage.WRITE, Stage.JUDGE)
+    outages = {kind.value for kind in FailureKind if kind.outage}
+    if config.on_outage is OnOutage.STOP and asked and outcome.reason in outages:
+        raise OutageError(
+            f"the endpoint {config.endpoint.base_url} gave no answer ({outcome.reason}: "
+            f"{outcome.detail}): see that it serves {config.endpoint.model}, or set on_outage to "
+            "fall_back or go_on")
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """Makes variants. Can be sent to other processes where the suite can. `judge` rules after
+    the rules have passed; None leaves it out."""
+
+    suite: Suite
+    config: SynthesisConfig
+    guard: HeldOutGuard
+    run_seed: int
+    writer: Writer
+    judge: Judge | None = None
+    _profiles: dict[str, Profile] = dataclasses.field(default_factory=dict, repr=False,
+                                                      compare=False)  # of seeds, by uid
+
+    def attempt(self, seed: Task, step: int, index: int, known: Known) -> Outcome:
+        """One attempt at a variant of `seed`; novelty is decided against `known`, which stays
+        as it is. Never raises for what the suite, the writer or the judge does."""
+        attempt = _Attempt(self, seed, step, index,
+                           candidate_rng(self.run_seed, step, seed.uid, index))
+        try:
+            return attempt.outcome(known)
+        # SystemExit too: a simulator may call exit, and no tool may end the run.
+        except (Exception, SystemExit) as error:
+            return dataclasses.replace(crash(seed.uid, step, index, error), usage=attempt.usage)
+
+    def seed_profile(self, seed: Task) -> Profile:
+        if seed.uid not in self._profiles:
+            self._profiles[seed.uid] = seed_profile_of(seed, self.suite)
+        return self._profiles[seed.uid]
+
+
+def make_maker(suite: Suite, config: SynthesisConfig, guard: HeldOutGuard, run_seed: int,
+               environ: Mapping[str, str] = os.environ) -> Maker:
+    """The maker with the writer and the judge that `config` asks for; one endpoint serves
+    both. ValueError, one line, where the key that the config names is not in `environ`."""
+    writer: Writer = TemplateWriter(suite)
+    endpoint = open_endpoint(config.endpoint, environ) if config.asks else None
+    if config.writer is WriterKind.LLM:
+        llm = LLMWriter(endpoint)
+        falls_back = config.on_outage is OnOutage.FALL_BACK
+        writer = with_fallback(llm, writer) if falls_back else llm
+    return Maker(suite, config, guard, run_seed, writer, Judge(endpoint) if config.judge else None)
 
 
 def crash(seed_uid: str, step: int, index: int, error: BaseException) -> Rejection:
@@ -117,55 +161,153 @@ def seed_profile_of(seed: Task, suite: Suite) -> Profile:
     return profile(base_form(seed), suite)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Name:
-    """Whose variant an attempt makes, and what it will be called."""
+@dataclasses.dataclass
+class _Attempt:
+    """One attempt on its way; the counters say how far it came."""
 
+    maker: Maker
     seed: Task
     step: int
     index: int
+    rng: random.Random
+    tries: int = 0
+    repairs: int = 0
+    rewrites: int = 0
+    writer: str = ""
+    fell_back: str = ""
+    unjudged: str = ""
+    usage: Usage = Usage()
 
-    def stamp(self, task: Task) -> Task:
+    def outcome(self, known: Known) -> Outcome:
+        run = self._run()
+        if isinstance(run, Rejection):
+            return run
+        inherited = self.maker.seed_profile(self.seed).unsourced
+        written = self._write(run, inherited)
+        if isinstance(written, Rejection):
+            return written
+        task, far = written
+        if self.seed.category is not Category.BASE:
+            task = self._augment(task, inherited)
+            if isinstance(task, Rejection):
+                return task
+        if leak := self.maker.guard.leak(task):
+            return self._reject(Stage.HELD_OUT, leak.value, f"{task.uid} equals a held-in task")
+        if found := known.refuse(task):
+            return self._reject(Stage.NOVELTY, found.value, f"{task.uid} equals a known task")
+        return Candidate(task, distance=far, **self._counts())
+
+    def _counts(self) -> dict:
+        names = ("step", "index", "tries", "repairs", "rewrites", "writer", "fell_back",
+                 "unjudged", "usage")
+        return {"seed": self.seed.uid} | {name: getattr(self, name) for name in names}
+
+    def _reject(self, stage: Stage, reason: str, detail: str) -> Rejection:
+        return Rejection(stage, reason, detail, **self._counts())
+
+    def _stamp(self, task: Task) -> Task:
+        """Whose variant it is, and what it is called."""
         suffix = f"{VARIANT_MARK}{self.step}.{self.index}"
         return dataclasses.replace(
             task, uid=self.seed.uid + suffix, scenario=self.seed.scenario + suffix,
             source=Source.GENERATED, parent=self.seed.uid, generation=self.seed.generation + 1)
 
-    def reject(self, stage: Stage, reason: str, detail: str,
-               run: Executed | ExecuteFailure, rewrites: int = 0) -> Rejection:
-        return Rejection(stage, reason, detail, self.seed.uid, self.step, self.index,
-                         run.tries, run.repairs, rewrites)
+    # ------------------------------------------------------------ stages I and II
+
+    def _run(self) -> Executed | Rejection:
+        try:
+            run = execute(self._plan(), self.maker.suite, self.rng, self._plan,
+                          self.maker.config.k_max)
+        except _NoPlan as error:
+            return self._reject(Stage.PLAN, PipelineReason.NO_PLAN.value, str(error))
+        self.tries, self.repairs = run.tries, run.repairs
+        if isinstance(run, ExecuteFailure):
+            return self._reject(Stage.EXECUTE, run.reason.value, run.error)
+        return run
+
+    def _plan(self) -> Plan:
+        try:
+            return self.maker.suite.plan(self.seed, self.rng)
+        except ValueError as error:  # how a suite says that a seed has no variant
+            raise _NoPlan(str(error)) from error
+
+    # ------------------------------------------------------------ stages III and IV
+
+    def _write(self, run: Executed, inherited: Counter) -> tuple[Task, float] | Rejection:
+        """The task in its BASE form and its distance to the seed: texts, rules, judge, and at
+        most `max_rewrites` more texts."""
+        suite, most_far = self.maker.suite, self.maker.config.max_profile_distance
+        story, feedback = Story(self.seed, run, suite.tools(run.plan.domains)), ""
+        for self.rewrites in range(self.maker.config.max_rewrites + 1):
+            written = self.maker.writer.write(story, self.rng, feedback)
+            self.usage += written.usage
+            if isinstance(written, Failure):
+                return self._reject(Stage.WRITE, written.kind.value, written.detail)
+            self.writer, self.fell_back = written.writer, written.fell_back
+            if len(written.texts) != len(run.calls):
+                return self._reject(Stage.WRITE, PipelineReason.WRONG_TURNS.value,
+                                    f"{len(written.texts)} texts for {len(run.calls)} turns")
+            task = self._stamp(_assemble(run, written.texts, suite))
+            verdict = critique(task, suite, inherited=inherited)
+            if not verdict.accepted:
+                refused = self._reject(Stage.CRITIQUE, verdict.remarks[0].reason.value,
+                                       verdict.feedback)
+                if not verdict.curable:
+                    break
+                feedback = verdict.feedback
+                continue
+            far = distance(verdict.profile, self.maker.seed_profile(self.seed))
+            if far > most_far:
+                return self._reject(Stage.PROFILE, PipelineReason.TOO_FAR.value,
+                                    f"distance {far:.3f} > {most_far}")
+            refused = self._judge(task, run)
+            if refused is None:
+                return task, far
+            if refused.reason != PipelineReason.JUDGE_REFUSED.value:
+                break
+            feedback = refused.detail
+        return refused
+
+    def _judge(self, task: Task, run: Executed) -> Rejection | None:
+        self.unjudged = ""
+        if self.maker.judge is None:
+            return None
+        ruling = self.maker.judge.rule(task, run)
+        self.usage += ruling.usage
+        if isinstance(ruling, Failure):
+            if self.maker.config.on_outage is OnOutage.FALL_BACK:
+                self.unjudged = ruling.kind.value
+                return None
+            return self._reject(Stage.JUDGE, ruling.kind.value, ruling.detail)
+        if ruling.passed:
+            return None
+        return self._reject(Stage.JUDGE, PipelineReason.JUDGE_REFUSED.value, ruling.feedback)
+
+    # ------------------------------------------------------------ stage V
+
+    def _augment(self, task: Task, inherited: Counter) -> Task | Rejection:
+        """Stage V, then the rules again for the category."""
+        suite, category = self.maker.suite, self.seed.category
+        augmented = suite.augment(task, category.value, self.rng)
+        if augmented is None or augmented.category is not category:
+            return self._reject(Stage.AUGMENT, PipelineReason.NOT_SUITED.value,
+                                f"no {category.value} form of {task.uid}")
+        augmented = self._stamp(augmented)
+        same_gold = _gold(augmented) == _gold(task)
+        if category is not Category.LONG_CONTEXT and not same_gold:
+            return self._reject(Stage.AUGMENT, PipelineReason.CHANGED_GOLD.value,
+                                f"the {category.value} form of {task.uid} has other gold calls")
+        # Same calls on the same state were each found necessary before.
+        checked = same_gold and augmented.initial_config == task.initial_config
+        verdict = critique(augmented, suite, inherited=inherited, gold_checked=checked)
+        if not verdict.accepted:
+            return self._reject(Stage.AUGMENT_CRITIQUE, verdict.remarks[0].reason.value,
+                                verdict.feedback)
+        return augmented
 
 
 class _NoPlan(Exception):
     """The planner refused the seed."""
-
-
-def _plan(seed: Task, suite: Suite, rng: random.Random) -> Plan:
-    try:
-        return suite.plan(seed, rng)
-    except ValueError as error:  # how a suite says that a seed has no variant
-        raise _NoPlan(str(error)) from error
-
-
-def _write(name: _Name, run: Executed, suite: Suite, rng: random.Random, config: SynthesisConfig,
-           inherited: Counter) -> tuple[Task, Verdict, int] | Rejection:
-    """Stages III and IV: texts, critique, and at most `max_rewrites` more texts."""
-    feedback, results = "", run.result_objects()
-    for rewrites in range(config.max_rewrites + 1):
-        texts = suite.write(run.plan, results, rng, feedback)
-        if len(texts) != len(run.calls):
-            return name.reject(Stage.WRITE, PipelineReason.WRONG_TURNS.value,
-                               f"{len(texts)} texts for {len(run.calls)} turns", run, rewrites)
-        task = name.stamp(_assemble(run, texts, suite))
-        verdict = critique(task, suite, inherited=inherited)
-        if verdict.accepted:
-            return task, verdict, rewrites
-        if not verdict.curable:
-            break
-        feedback = verdict.feedback
-    return name.reject(Stage.CRITIQUE, verdict.remarks[0].reason.value, verdict.feedback,
-                       run, rewrites)
 
 
 def _assemble(run: Executed, texts: tuple[str, ...], suite: Suite) -> Task:
@@ -173,29 +315,6 @@ def _assemble(run: Executed, texts: tuple[str, ...], suite: Suite) -> Task:
     turns = tuple(Turn(text, calls, tools) for text, calls in zip(texts, run.calls))
     return Task(uid="", domains=run.plan.domains, category=Category.BASE,
                 initial_config=run.plan.initial_config, turns=turns, scenario="")
-
-
-def _augment(name: _Name, task: Task, suite: Suite, rng: random.Random, run: Executed,
-             rewrites: int, inherited: Counter) -> Task | Rejection:
-    """Stage V, then stage IV again for the category."""
-    category = name.seed.category
-    reject: Callable = lambda stage, reason, detail: name.reject(
-        stage, reason, detail, run, rewrites)
-    augmented = suite.augment(task, category.value, rng)
-    if augmented is None or augmented.category is not category:
-        return reject(Stage.AUGMENT, PipelineReason.NOT_SUITED.value,
-                      f"no {category.value} form of {task.uid}")
-    augmented = name.stamp(augmented)
-    same_gold = _gold(augmented) == _gold(task)
-    if category is not Category.LONG_CONTEXT and not same_gold:
-        return reject(Stage.AUGMENT, PipelineReason.CHANGED_GOLD.value,
-                      f"the {category.value} form of {task.uid} has other gold calls")
-    # Same calls on the same state were each found necessary before.
-    checked = same_gold and augmented.initial_config == task.initial_config
-    verdict = critique(augmented, suite, inherited=inherited, gold_checked=checked)
-    if not verdict.accepted:
-        return reject(Stage.AUGMENT_CRITIQUE, verdict.remarks[0].reason.value, verdict.feedback)
-    return augmented
 
 
 def _gold(task: Task) -> list:

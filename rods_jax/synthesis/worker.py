@@ -22,20 +22,17 @@ from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Header, Requ
 from rods_jax.synthesis.journal import Appender, JournalError, Stopped, Tail, sync
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.outcome import Candidate, Outcome, Rejection, Stage, outcome_from_json
-from rods_jax.synthesis.outage import OutageWatch
-from rods_jax.synthesis.pipeline import Maker, OnOutage, WriterKind, crash
+from rods_jax.synthesis.pipeline import Maker, OutageError, crash, stop_for
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json
 
 QUICK_S, IDLE_S = 0.005, 0.25  # between looks at the requests: at first, and when long idle
-STOPPED = ("the endpoint of synthesis cannot be asked and synthesis.on_outage is stop: resume the "
-           "run when it answers")
 AHEAD = 4  # attempts that may be done and wait for an earlier one, by those in flight
 
 
 class OutageStop(Stopped):
-    """The endpoint cannot be asked and the config says to stop then."""
+    """The endpoint does not answer and the config says to stop then."""
 
 
 class Bell:
@@ -81,7 +78,6 @@ def serve(folder: Path, bell: Bell, maker: Maker, *, lock_wait_s: float = 0.0,
     with serving(folder, lock_wait_s), _Book(folder) as book, \
             _Crew(in_flight(maker), maker, bell) as crew:
         progress, pause_s = Progress(), QUICK_S
-        watch, stops = OutageWatch(maker.config.on_outage), maker.config.on_outage is OnOutage.STOP
         while not bell.stopped:
             if book.look():
                 crew.forget()
@@ -91,9 +87,10 @@ def serve(folder: Path, bell: Bell, maker: Maker, *, lock_wait_s: float = 0.0,
             crew.ask([request for request in waiting if book.made_before(request) is None])
             outcome = waiting and (book.made_before(waiting[0]) or crew.answer(waiting[0]))
             if outcome:
-                watch.see(outcome)
-                if watch.lasting and stops:
-                    book.halt()
+                try:
+                    stop_for(outcome, maker.config)
+                except OutageError as error:
+                    book.halt(str(error))
                 outcome = book.write(waiting[0], outcome)
                 progress.done += 1
                 progress.accepted += isinstance(outcome, Candidate)
@@ -108,8 +105,7 @@ def serve(folder: Path, bell: Bell, maker: Maker, *, lock_wait_s: float = 0.0,
 
 def in_flight(maker: Maker) -> int:
     """Attempts at once: more than one only where they wait for an endpoint."""
-    alone = maker.config.writer is WriterKind.TEMPLATE and not maker.config.judge
-    return 1 if alone else maker.config.endpoint.concurrency
+    return maker.config.endpoint.concurrency if maker.config.asks else 1
 
 
 def guard_of(suite: Suite) -> HeldOutGuard:
@@ -174,10 +170,10 @@ class _Book:
         self.answered += 1
         return outcome
 
-    def halt(self) -> NoReturn:
+    def halt(self, why: str) -> NoReturn:
         """Gives up, without an outcome: a run that is resumed asks for the attempt again."""
-        self._out.append([{"halt": STOPPED, "g": self.asked.generation}])
-        raise OutageStop(STOPPED)
+        self._out.append([{"halt": why, "g": self.asked.generation}])
+        raise OutageStop(why)
 
     def _recall(self) -> None:
         """What the outcomes on file answer of the requests that are not void."""

@@ -35,9 +35,9 @@ def figures(synthesizer: Synthesizer) -> dict[str, Json]:
     funnel = synthesizer.funnel
     usage = funnel.usage
     return {
-        "outstanding": synthesizer.outstanding, "no_room": synthesizer.refused,
-        "restarts": synthesizer.restarts, "outages": synthesizer.outages,
-        "fallbacks": sum(funnel.fallbacks.values()), "requests": usage.requests,
+        "no_room": synthesizer.refused, "restarts": synthesizer.restarts,
+        "outages": synthesizer.outages, "fallbacks": sum(funnel.fallbacks.values()),
+        "unjudged": sum(funnel.unjudged.values()), "requests": usage.requests,
         "retries": usage.retries, "failures": dict(usage.failures),
         "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens,
         "seconds": usage.seconds,

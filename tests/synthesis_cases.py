@@ -4,6 +4,7 @@ import time
 
 from rods_jax.config import to_json
 from rods_jax.synthesis.exchange import Header
+from rods_jax.synthesis.hosts import Host
 from rods_jax.synthesis.loop import LoopConfig, Synthesizer
 from rods_jax.synthesis.pipeline import SynthesisConfig, make_maker
 from rods_jax.tasks.leakage import HeldOutGuard
@@ -51,15 +52,15 @@ def maker_of(suite=None, run_seed=5, config=CONFIG):
 
 
 def start(folder, suite=None, *, known=(), run_seed=5, factory="ServedNotes", config=CONFIG,
-          say=print, **loop):
+          say=print, host="thread", **loop):
     return Synthesizer(folder, header_of(known, run_seed, factory, config), config,
-                       maker_of(suite, run_seed, config), LoopConfig(**loop), say=say)
+                       maker_of(suite, run_seed, config), LoopConfig(Host(host), **loop), say=say)
 
 
 def restore(state, folder, suite=None, *, known=(), run_seed=5, factory="ServedNotes",
-            config=CONFIG, say=print, **loop):
+            config=CONFIG, say=print, host="thread", **loop):
     return Synthesizer.restore(state, folder, header_of(known, run_seed, factory, config), config,
-                               maker_of(suite, run_seed, config), LoopConfig(**loop), say=say)
+                               maker_of(suite, run_seed, config), LoopConfig(Host(host), **loop), say=say)
 
 
 def ask(synthesizer, requests=REQUESTS):

@@ -35,6 +35,7 @@ FOLDER = "synthesis"  # its name in a run's folder
 HEADER, REQUESTS, OUTCOMES = "header.json", "requests.jsonl", "outcomes.jsonl"
 LOCK, LOG = "server.lock", "log.txt"  # held by the synthesizer; what its process prints
 VERSION = 1
+BUSY_S = 10.0  # for the synthesizer of a trainer that was killed just now to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +204,13 @@ class Digest:
 # ---------------------------------------------------------------- beginning
 
 
-def begin(folder: Path, header: Header, wait_s: float = 10.0) -> int:
+def begin(folder: Path, header: Header) -> int:
     """Empties the folder for a new run and returns its generation: 0, or a higher one where a
     synthesizer with the same header serves it still, which then just goes on with the new run.
-    JournalError where one with another header does after `wait_s` seconds."""
+    JournalError where one with another header does, also after a while."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with serving(folder, wait_s):
+        with serving(folder, BUSY_S):
             for name in (HEADER, REQUESTS, OUTCOMES):
                 (folder / name).unlink(missing_ok=True)
             header.write(folder)

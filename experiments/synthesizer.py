@@ -28,7 +28,7 @@ from rods_jax.synthesis.pipeline import Maker, SynthesisConfig, make_maker
 from rods_jax.synthesis.worker import Bell, OutageStop, Progress, guard_of, serve
 from rods_jax.tools.suites import SuiteSpec, make_suite
 
-GRACE_S = 5.0  # for the attempts in flight when the trainer has gone
+GRACE_S = 2.0  # for the attempts in flight when the trainer has gone
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,5 +1,7 @@
 """A synthesizer beside nothing: a folder, the notes suite, and what was asked of them."""
 
+import os
+import pathlib
 import time
 
 from rods_jax.config import to_json
@@ -35,8 +37,13 @@ class SlowNotes(ServedNotes):
 
 class DeadlyNotes(ServedNotes):
     def plan(self, seed, rng):
-        import os
         os._exit(9)
+
+
+class HangingNotes(ServedNotes):
+    def plan(self, seed, rng):
+        pathlib.Path("hangs").touch()
+        time.sleep(60)
 
 
 def spec(factory="ServedNotes"):

@@ -13,6 +13,7 @@ import itertools
 import json
 import socket
 import struct
+import sys
 import threading
 
 from rods_jax.synthesis.endpoint import Endpoint, EndpointConfig
@@ -46,6 +47,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), OSError):  # the client has left
+            super().handle_error(request, client_address)
 
 
 class Served:

@@ -8,6 +8,9 @@ import pytest
 from rods_jax.config import UserError, to_json
 from rods_jax.resume import FREE_OF_WEIGHTS, check_config
 from rods_jax.run_config import RunConfig
+from rods_jax.synthesis.endpoint import EndpointConfig
+from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.synthesis.writers import WriterKind
 
 PLACE = pathlib.Path("checkpoints")
 RUN = RunConfig(seed=0, steps=1)
@@ -23,6 +26,14 @@ def test_the_runs_own_settings_pass():
 
 def test_free_fields_may_differ():
     check_config(PLACE, written(steps=RUN.steps + 1), RUN)
+
+
+def test_the_language_model_may_be_elsewhere_but_not_be_left_out():
+    host, moved = (SynthesisConfig(writer=WriterKind.LLM, endpoint=EndpointConfig(url, "m"))
+                   for url in ("http://a:8000/v1", "http://b:9000/v1"))
+    check_config(PLACE, written(synthesis=host), dataclasses.replace(RUN, synthesis=moved))
+    with pytest.raises(UserError, match=r"another config\.synthesis \(writer: 'llm' then"):
+        check_config(PLACE, written(synthesis=host), RUN)
 
 
 def test_another_value_is_named():

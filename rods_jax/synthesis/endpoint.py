@@ -265,7 +265,13 @@ class Endpoint:
         """One line; an endpoint that echoes the key does not bring it into a log."""
         if self._key:
             detail = detail.replace(self._key, "***")
-        return " ".join(detail.split())[:300]
+        return _one_line(detail)
+
+
+def _one_line(text: str) -> str:
+    """Short, and without what a terminal would take for an order."""
+    text = " ".join(text.split())[:300]
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 class _Breaker:
@@ -331,7 +337,7 @@ def _read(response: Response, use_reasoning: bool) -> Answer | Failure:
             text = _said(message.get("reasoning_content") or message.get("reasoning"))
     except (KeyError, TypeError, AttributeError, IndexError):
         return Failure(FailureKind.WRONG_SHAPE, f"no chat completion: {json.dumps(row)[:200]}")
-    usage, finish = _tokens(counted), str(finish)
+    usage, finish = _tokens(counted), _one_line(str(finish))
     if not text:
         reasons = bool(message.get("reasoning_content") or message.get("reasoning"))
         what = ("only reasoning" if reasons else "nothing") if choices else "no choice"

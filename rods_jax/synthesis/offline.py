@@ -19,7 +19,7 @@ from rods_jax.synthesis.outcome import Candidate, Outcome, Rejection, Stage
 from rods_jax.synthesis.pipeline import Maker, stop_for
 from rods_jax.types import Task
 
-CHUNK = 16  # attempts sent to a worker at once
+CHUNK = 16  # attempts sent to a worker at once; one where each waits for an endpoint
 
 
 def synthesize_many(seeds: Sequence[Task], count: int, maker: Maker, known: Known | None = None, *,
@@ -106,12 +106,13 @@ def _in_processes(worker: _Worker, start: int, end: int, workers: int) -> Iterat
     # spawn: a fork would copy the locks of whatever threads the caller has.
     pool = concurrent.futures.ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _begin, (worker,))
-    chunks = iter(range(start, end, CHUNK))
+    size = 1 if worker.maker.config.asks else CHUNK
+    chunks = iter(range(start, end, size))
     pending: collections.deque = collections.deque()
 
     def send() -> None:
         if (first := next(chunks, None)) is not None:
-            pending.append(pool.submit(_run_chunk, first, min(first + CHUNK, end)))
+            pending.append(pool.submit(_run_chunk, first, min(first + size, end)))
 
     try:
         for _ in range(3 * workers):

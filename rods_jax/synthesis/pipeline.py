@@ -269,7 +269,6 @@ class _Attempt:
         return refused
 
     def _judge(self, task: Task, run: Executed) -> Rejection | None:
-        self.unjudged = ""
         if self.maker.judge is None:
             return None
         ruling = self.maker.judge.rule(task, run)

@@ -54,15 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = _await_header(args.folder, bell)
     if header is None:
         return _code(caught)
-    line = _Line()
+    maker = _maker(header, args.folder)
     try:
-        progress = serve(args.folder, bell, _maker(header, args.folder), report=line.show,
-                         lock_wait_s=LOCK_WAIT_S if args.lifeline else 0.0)
+        with _Line() as line:
+            progress = serve(args.folder, bell, maker, report=line.show,
+                             lock_wait_s=LOCK_WAIT_S if args.lifeline else 0.0)
     except OutageStop as error:
         print(f"error: {error}", file=sys.stderr)
         return STOPPED_EXIT
-    finally:
-        line.end()
     if args.json:
         write_json(args.json, {
             "done": progress.done, "accepted": progress.accepted, "waiting": progress.waiting,
@@ -114,7 +113,7 @@ class _Line:
 
     def __init__(self):
         self._began = self._shown = time.monotonic()
-        self._told, self._text = (0, 0), ""
+        self._told, self._text, self._done = (0, 0), "", 0
 
     @property
     def seconds(self) -> float:
@@ -123,15 +122,19 @@ class _Line:
     def show(self, progress: Progress) -> None:
         if (progress.done, progress.waiting) == self._told:
             return  # idle
-        now, share = time.monotonic(), progress.accepted / max(progress.done, 1)
+        now, self._done = time.monotonic(), progress.done
+        share = progress.accepted / max(progress.done, 1)
         self._text = (f"{progress.done} attempts done, {share:.0%} accepted, "
                       f"{progress.done / self.seconds:.1f} a second, {progress.waiting} waiting")
         if now - self._shown > (0.2 if sys.stderr.isatty() else 10.0):
             self._shown, self._told = now, (progress.done, progress.waiting)
             self._print(end="" if sys.stderr.isatty() else "\n")
 
-    def end(self) -> None:
-        if self._text:
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._done:
             self._print(end="\n")
 
     def _print(self, end: str) -> None:

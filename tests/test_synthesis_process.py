@@ -60,10 +60,10 @@ def test_a_killed_process_is_started_again_and_nothing_changes(tmp_path):
         ask(synthesizer)
         for answered in (1, 4):
             until(lambda: synthesizer.poll() or synthesizer.answered >= answered)
-            os.kill(synthesizer._host.pid, signal.SIGKILL)
+            os.kill(synthesizer.pid, signal.SIGKILL)
         assert uids(synthesizer.collect(9, 30)) == EXPECTED
         assert synthesizer.restarts == 2
-        pid = synthesizer._host.pid
+        pid = synthesizer.pid
     assert not alive(pid)
     numbers = [json.loads(line)["n"] for line in (tmp_path / OUTCOMES).read_text().splitlines()]
     assert numbers == list(range(9))
@@ -89,7 +89,7 @@ import pathlib, sys, time
 from synthesis_cases import ask, start
 synthesizer = start(pathlib.Path(sys.argv[1]), factory="HangingNotes", host="process")
 ask(synthesizer)
-print(synthesizer._host.pid, flush=True)
+print(synthesizer.pid, flush=True)
 time.sleep(60)
 """
 

@@ -198,6 +198,11 @@ class Synthesizer:
         return len(self._asked.requests) - self._collected
 
     @property
+    def pid(self) -> int | None:
+        """Of its process, where it has one that this started."""
+        return self._host.pid if isinstance(self._host, hosts.ProcessHost) else None
+
+    @property
     def restarts(self) -> int:
         """Times that its process was started again, since this was made."""
         return 0 if self._host is None else self._host.restarts

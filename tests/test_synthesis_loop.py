@@ -162,7 +162,7 @@ def test_known_tasks_are_not_made_again(tmp_path):
     with start(tmp_path / "again", known=Known(tasks).to_json()) as synthesizer:
         ask(synthesizer)
         assert synthesizer.collect(9, 20) == []
-        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"duplicate": 9}}
+        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"same_content": 9}}
 
 
 # ---------------------------------------------------------------- offline

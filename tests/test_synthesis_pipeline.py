@@ -202,7 +202,7 @@ def test_held_in_and_known_tasks_are_refused():
     assert (refused.stage, refused.reason) == (Stage.HELD_OUT, "same_content")
     assert make(guard=HeldOutGuard([notes_task(0)])).reason == "same_scenario"
     refused = make(known=[made.task])
-    assert (refused.stage, refused.reason) == (Stage.NOVELTY, "duplicate")
+    assert (refused.stage, refused.reason) == (Stage.NOVELTY, "same_content")
 
 
 def test_generators_are_named():

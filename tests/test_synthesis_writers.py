@@ -112,6 +112,17 @@ def story(suite=NotesSuite(), seed=None):
     return Story(seed, run, suite.tools(run.plan.domains))
 
 
+def test_a_crash_after_the_texts_keeps_what_they_took():
+    class Breaking(NotesSuite):
+        def augment(self, task, category, rng):
+            raise RuntimeError("the augmenter broke")
+    texts = texts_of(template_task(NotesSuite(), notes_task()))
+    with Served(turns(*texts)) as server:
+        made = attempt(server, Breaking(), notes_task(0, "miss_func"))
+    assert (made.stage, made.reason, made.writer) == (Stage.CRASH, "RuntimeError", "llm")
+    assert made.usage == Usage(1, 0, {}, 7, 5, 0.0) and made.tries == 1
+
+
 def test_the_request_tells_the_story_without_tool_names_or_values_to_be_found():
     told = story()
     system, user = writer_messages(told, "say more")

@@ -11,7 +11,7 @@ from rods_jax.types import Task
 class Novelty(str, enum.Enum):
     """Why a task is not new."""
 
-    DUPLICATE = "duplicate"  # content hash known
+    CONTENT = "same_content"
 
 
 class Known:
@@ -23,7 +23,7 @@ class Known:
 
     def refuse(self, task: Task) -> Novelty | None:
         """Why the task is not new, or None. Pure: counts nothing."""
-        return Novelty.DUPLICATE if task.content_hash in self._content else None
+        return Novelty.CONTENT if task.content_hash in self._content else None
 
     def add(self, task: Task) -> None:
         self._content.add(task.content_hash)

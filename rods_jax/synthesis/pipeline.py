@@ -124,7 +124,7 @@ class Maker:
             return attempt.outcome(known)
         # SystemExit too: a simulator may call exit, and no tool may end the run.
         except (Exception, SystemExit) as error:
-            return dataclasses.replace(crash(seed.uid, step, index, error), usage=attempt.usage)
+            return dataclasses.replace(crash(seed.uid, step, index, error), **attempt.counts())
 
     def seed_profile(self, seed: Task) -> Profile:
         if seed.uid not in self._profiles:
@@ -195,15 +195,16 @@ class _Attempt:
             return self._reject(Stage.HELD_OUT, leak.value, f"{task.uid} equals a held-in task")
         if found := known.refuse(task):
             return self._reject(Stage.NOVELTY, found.value, f"{task.uid} equals a known task")
-        return Candidate(task, distance=far, **self._counts())
+        return Candidate(task, distance=far, **self.counts())
 
-    def _counts(self) -> dict:
+    def counts(self) -> dict[str, str | int | Usage]:
+        """What a candidate and a rejection both tell."""
         names = ("step", "index", "tries", "repairs", "rewrites", "writer", "fell_back",
                  "unjudged", "usage")
         return {"seed": self.seed.uid} | {name: getattr(self, name) for name in names}
 
     def _reject(self, stage: Stage, reason: str, detail: str) -> Rejection:
-        return Rejection(stage, reason, detail, **self._counts())
+        return Rejection(stage, reason, detail, **self.counts())
 
     def _stamp(self, task: Task) -> Task:
         """Whose variant it is, and what it is called."""

@@ -21,8 +21,8 @@ from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Header, Requ
                                          outcome_row, serving)
 from rods_jax.synthesis.journal import Appender, JournalError, Stopped, Tail, sync
 from rods_jax.synthesis.novelty import Known
-from rods_jax.synthesis.outcome import Candidate, Outcome, Rejection, Stage, outcome_from_json
-from rods_jax.synthesis.pipeline import Maker, OutageError, crash, stop_for
+from rods_jax.synthesis.outcome import Candidate, Outcome, outcome_from_json
+from rods_jax.synthesis.pipeline import Maker, OutageError, crash, decide, stop_for
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json
@@ -112,19 +112,6 @@ def guard_of(suite: Suite) -> HeldOutGuard:
     """Keeps out the tasks of all splits that the suite holds back for evaluation."""
     return HeldOutGuard((task for name in suite.held_out for task in suite.split(name)),
                         siblings_cross=suite.siblings_cross)
-
-
-def decide(outcome: Outcome, known: Known) -> Outcome:
-    """Whether the task is new, which then is known."""
-    if isinstance(outcome, Rejection):
-        return outcome
-    if (novelty := known.refuse(outcome.task)) is None:
-        known.add(outcome.task)
-        return outcome
-    shared = {field.name for field in dataclasses.fields(Rejection)}
-    took = {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)
-            if field.name in shared}
-    return Rejection(Stage.NOVELTY, novelty.value, f"{outcome.task.uid} equals a known task", **took)
 
 
 class _Book:

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import random
 import time
 
 from rods_jax.config import to_json
@@ -33,6 +34,13 @@ class SlowNotes(ServedNotes):
     def plan(self, seed, rng):
         time.sleep(0.05)
         return super().plan(seed, rng)
+
+
+class FewNotes(ServedNotes):
+    """There are but few different variants: what is new depends on what came before."""
+
+    def plan(self, seed, rng):
+        return super().plan(seed, random.Random(rng.randrange(8)))
 
 
 class DeadlyNotes(ServedNotes):

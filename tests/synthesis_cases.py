@@ -39,8 +39,15 @@ class SlowNotes(ServedNotes):
 class FewNotes(ServedNotes):
     """There are but few different variants: what is new depends on what came before."""
 
+    kinds, seconds = 8, 0
+
     def plan(self, seed, rng):
-        return super().plan(seed, random.Random(rng.randrange(8)))
+        time.sleep(self.seconds)
+        return super().plan(seed, random.Random(rng.randrange(self.kinds)))
+
+
+class SlowFewNotes(FewNotes):
+    kinds, seconds = 80, 0.04
 
 
 class DeadlyNotes(ServedNotes):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import random
 import signal
 import subprocess
 import sys
@@ -106,6 +107,57 @@ def test_a_killed_trainer_leaves_no_orphan(tmp_path, number):
     assert trainer.wait(10) != 0
     until(lambda: not alive(pid))
     trainer.stdout.close()
+
+
+LIFE = """
+import json, os, pathlib, sys
+from synthesis_cases import SlowFewNotes as Notes, restore, start
+from test_synthesis_suite import notes_task
+folder, host = pathlib.Path(sys.argv[1]), sys.argv[2]
+saved = folder / "saved.json"
+step, found = 0, []
+if saved.exists():
+    step, found, state = json.loads(saved.read_text())
+    synthesizer = restore(state, folder / "synthesis", Notes(), factory="SlowFewNotes", host=host)
+else:
+    synthesizer = start(folder / "synthesis", Notes(), factory="SlowFewNotes", host=host)
+while step < 12:
+    found += [c.task.uid for c in synthesizer.collect(step - 1, 30)]
+    synthesizer.request(step, [(notes_task((step + n) % 5), 2) for n in range(4)])
+    synthesizer.settle(found[:-3])
+    step += 1
+    if step % 3 == 0:
+        (folder / "part").write_text(json.dumps([step, found, synthesizer.state()]))
+        os.replace(folder / "part", saved)
+found += [c.task.uid for c in synthesizer.collect(step, 30)]
+synthesizer.close(ended=True)
+print(json.dumps([found, synthesizer.funnel.to_json()]))
+"""
+
+
+def life(folder, host):
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen([sys.executable, "-c", LIFE, str(folder), host], env=ENVIRON,
+                            stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_both_killed_at_random_times_again_and_again(tmp_path):
+    expected = life(tmp_path / "whole", "thread").communicate(timeout=60)[0]
+    assert len(json.loads(expected)[0]) > 20
+    rng, kills, trainer = random.Random(0), 0, life(tmp_path / "killed", "process")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            out = trainer.communicate(timeout=rng.uniform(0.2, 1.5) if kills < 20 else 60)[0]
+            if trainer.returncode == 0:
+                break
+            trainer = life(tmp_path / "killed", "process")
+            continue
+        children = pathlib.Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()]
+        os.kill(rng.choice([trainer.pid, *pids]), signal.SIGKILL)
+        kills += 1
+    assert out == expected and kills > 5
 
 
 def test_one_elsewhere_that_is_killed_and_started_again(tmp_path):

@@ -28,7 +28,7 @@ from rods_jax.synthesis.pipeline import Maker, SynthesisConfig, make_maker
 from rods_jax.synthesis.worker import Bell, OutageStop, Progress, guard_of, serve
 from rods_jax.tools.suites import SuiteSpec, make_suite
 
-GRACE_S = 2.0  # for the attempts in flight when the trainer has gone
+GRACE_S = 1.0  # for the attempts in flight when the trainer has gone
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,13 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, lambda which, frame: (caught.append(which), bell.stop()))
     if args.lifeline:
         threading.Thread(target=_watch, args=(bell,), daemon=True).start()
-    header = _await_header(args.folder, bell)
-    if header is None:
+    if not _await_header(args.folder, bell):
         return _code(caught)
-    maker = _maker(header, args.folder)
     try:
         with _Line() as line:
-            progress = serve(args.folder, bell, maker, report=line.show,
+            progress = serve(args.folder, bell, _maker, report=line.show,
                              lock_wait_s=LOCK_WAIT_S if args.lifeline else 0.0)
     except OutageStop as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,27 +82,26 @@ def _watch(bell: Bell) -> None:
     os._exit(0)  # an attempt hangs; what it would bring is made again
 
 
-def _await_header(folder: pathlib.Path, bell: Bell) -> Header | None:
-    """None where it is stopped before there is one."""
+def _await_header(folder: pathlib.Path, bell: Bell) -> bool:
+    """Whether there is one, and not a signal to end before."""
     if not folder.absolute().parent.is_dir():
         raise UserError(f"{folder}: there is no folder {folder.absolute().parent}; give the "
                         "folder synthesis/ of a run")
     said = False
     while not bell.stopped:
-        try:
-            return Header.read(folder)
-        except FileNotFoundError:
-            if not said:
-                print(f"waiting for {folder / HEADER}, which the run writes", file=sys.stderr,
-                      flush=True)
-                said = True
-            bell.wait(1.0)
-    return None
+        if (folder / HEADER).exists():
+            return True
+        if not said:
+            print(f"waiting for {folder / HEADER}, which the run writes", file=sys.stderr,
+                  flush=True)
+            said = True
+        bell.wait(1.0)
+    return False
 
 
-def _maker(header: Header, folder: pathlib.Path) -> Maker:
+def _maker(header: Header) -> Maker:
     suite = make_suite(SuiteSpec.from_json(header.suite))
-    config = typed(SynthesisConfig, header.config, str(folder / HEADER))
+    config = typed(SynthesisConfig, header.config, HEADER)
     return make_maker(suite, config, guard_of(suite), header.run_seed)
 
 

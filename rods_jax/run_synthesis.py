@@ -23,7 +23,7 @@ def make_synthesizer(config: RunConfig, folder: pathlib.Path, suite: Suite, guar
     header = Header(config.tasks.spec().to_json(), to_json(config.synthesis), config.seed,
                     tuple(Known(tasks).to_json()))
     arguments = (folder / FOLDER, header, config.synthesis,
-                 lambda: make_maker(suite, config.synthesis, guard, config.seed),
+                 lambda header: make_maker(suite, config.synthesis, guard, config.seed),
                  config.synthesizer)
     return (Synthesizer(*arguments) if state is None
             else Synthesizer.restore(state, *arguments))

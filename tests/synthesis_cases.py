@@ -70,7 +70,7 @@ def header_of(known=(), run_seed=5, factory="ServedNotes", config=CONFIG):
 
 
 def maker_of(suite=None, run_seed=5, config=CONFIG):
-    return lambda: make_maker(suite or ServedNotes(), config, HeldOutGuard(), run_seed)
+    return lambda header: make_maker(suite or ServedNotes(), config, HeldOutGuard(), run_seed)
 
 
 def start(folder, suite=None, *, known=(), run_seed=5, factory="ServedNotes", config=CONFIG,
@@ -82,7 +82,8 @@ def start(folder, suite=None, *, known=(), run_seed=5, factory="ServedNotes", co
 def restore(state, folder, suite=None, *, known=(), run_seed=5, factory="ServedNotes",
             config=CONFIG, say=print, host="thread", **loop):
     return Synthesizer.restore(state, folder, header_of(known, run_seed, factory, config), config,
-                               maker_of(suite, run_seed, config), LoopConfig(Host(host), **loop), say=say)
+                               maker_of(suite, run_seed, config), LoopConfig(Host(host), **loop),
+                               say=say)
 
 
 def ask(synthesizer, requests=REQUESTS):

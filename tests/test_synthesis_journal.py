@@ -30,7 +30,7 @@ def served(folder, suite=None):
         if not progress.waiting:
             bell.stopped = True
 
-    return serve(folder, bell, maker_of(suite or FewNotes())(), report=report)
+    return serve(folder, bell, maker_of(suite or FewNotes()), report=report)
 
 
 def final(folder):
@@ -231,7 +231,7 @@ def test_one_synthesizer_a_folder(tmp_path):
         ask(trainer, ASKED[:1])
         trainer.collect(0, 20)
         with pytest.raises(JournalError, match="another synthesizer serves it; end that one"):
-            serve(tmp_path, Bell(), maker_of()())
+            serve(tmp_path, Bell(), maker_of())
     with serving(tmp_path):
         pass
 
@@ -294,7 +294,7 @@ def test_waiting_for_requests_takes_next_to_nothing(tmp_path):
             if len(waits) == 12:
                 self.stop()
 
-    serve(folder, Patient(), maker_of()())
+    serve(folder, Patient(), maker_of())
     assert waits[0] < 0.01 and waits[-1] == max(waits) == 0.25 and sorted(waits) == waits
     trainer.close()
 
@@ -303,7 +303,7 @@ def test_the_run_is_over(tmp_path):
     trainer = start(tmp_path, host="elsewhere", say=lambda line: None)
     ask(trainer, ASKED[:1])
     trainer.close(ended=True)
-    assert serve(tmp_path, Bell(), maker_of()()).done == 0
+    assert serve(tmp_path, Bell(), maker_of()).done == 0
     state = trainer.state()
     again = restore(state, tmp_path, host="elsewhere", say=lambda line: None)
     assert served(tmp_path, ServedNotes()).done == 3

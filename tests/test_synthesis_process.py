@@ -73,7 +73,7 @@ def test_a_killed_process_is_started_again_and_nothing_changes(tmp_path):
 def test_a_process_that_dies_at_once_ends_the_run_with_one_line(tmp_path):
     with start(tmp_path, factory="DeadlyNotes", host="process") as synthesizer:
         ask(synthesizer)
-        with pytest.raises(Stopped, match=r"ended 4 times in a row, last with exit code 9") as error:
+        with pytest.raises(Stopped, match="ended 4 times in a row, last with exit code 9") as error:
             synthesizer.collect(9, 60)
         assert LOG in str(error.value) and "\n" not in str(error.value)
 
@@ -99,7 +99,8 @@ time.sleep(60)
 def test_a_killed_trainer_leaves_no_orphan(tmp_path, number):
     """Also where its attempt hangs."""
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], env=ENVIRON,
-                               cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                               cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               text=True)
     pid = int(trainer.stdout.readline())
     until((tmp_path / "hangs").exists)
     assert alive(pid)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from rods_jax.synthesis.exchange import LOG
+from rods_jax.synthesis.exchange import LOG, Header
 from rods_jax.synthesis.journal import Stopped
 from rods_jax.synthesis.pipeline import Maker
 from rods_jax.synthesis.worker import Bell, OutageStop, serve
@@ -32,7 +32,7 @@ class ThreadHost:
 
     restarts = 0
 
-    def __init__(self, folder: Path, make: Callable[[], Maker]):
+    def __init__(self, folder: Path, make: Callable[[Header], Maker]):
         self._folder, self._make = folder, make
         self._bell, self._error = Bell(), None
         self.thread = threading.Thread(target=self._work, name="synthesizer", daemon=True)
@@ -57,7 +57,7 @@ class ThreadHost:
 
     def _work(self) -> None:
         try:
-            serve(self._folder, self._bell, self._make(), lock_wait_s=LOCK_WAIT_S)
+            serve(self._folder, self._bell, self._make, lock_wait_s=LOCK_WAIT_S)
         except OutageStop:
             pass  # the folder says so
         except Exception as error:  # the trainer's thread is the one to raise it
@@ -139,7 +139,7 @@ class Elsewhere:
         pass
 
 
-def start(host: Host, folder: Path, make: Callable[[], Maker],
+def start(host: Host, folder: Path, make: Callable[[Header], Maker],
           say: Callable[[str], None]) -> ThreadHost | ProcessHost | Elsewhere:
     if host is Host.THREAD:
         return ThreadHost(folder, make)

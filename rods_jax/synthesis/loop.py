@@ -68,7 +68,7 @@ class Synthesizer:
     say: takes the lines for the person, on standard error by itself."""
 
     def __init__(self, folder: Path, header: Header, config: SynthesisConfig,
-                 make: Callable[[], Maker], loop: LoopConfig = LoopConfig(), *,
+                 make: Callable[[Header], Maker], loop: LoopConfig = LoopConfig(), *,
                  say: Callable[[str], None] = _say):
         self._folder, self._header, self._config = Path(folder), header, config
         self._make, self._loop, self._say = make, loop, say
@@ -249,7 +249,7 @@ class Synthesizer:
 
     @classmethod
     def restore(cls, state: Mapping[str, Json], folder: Path, header: Header,
-                config: SynthesisConfig, make: Callable[[], Maker],
+                config: SynthesisConfig, make: Callable[[Header], Maker],
                 loop: LoopConfig = LoopConfig(), *,
                 say: Callable[[str], None] = _say) -> Synthesizer:
         """A synthesizer that goes on as the one that gave `state` would have. Raises

@@ -1,6 +1,6 @@
 """The synthesizer: answers the requests in a folder, until it is told to end.
 
-    serve(folder, bell, maker)      # holds the folder's lock; one a folder
+    serve(folder, bell, make)       # holds the folder's lock; one a folder
 
 The texts of an attempt do not depend on what else was made, so with a writer or a judge that
 waits for an endpoint several attempts are in flight at once. Whether a task is new is decided
@@ -22,7 +22,8 @@ from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Header, Requ
 from rods_jax.synthesis.journal import Appender, JournalError, Stopped, Tail, sync
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.outcome import Candidate, Outcome, outcome_from_json
-from rods_jax.synthesis.pipeline import Maker, OutageError, crash, decide, stop_for
+from rods_jax.synthesis.pipeline import (Maker, OutageError, SynthesisConfig, crash, decide,
+                                         stop_for)
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json
@@ -69,38 +70,46 @@ class Progress:
     waiting: int = 0
 
 
-def serve(folder: Path, bell: Bell, maker: Maker, *, lock_wait_s: float = 0.0,
+def serve(folder: Path, bell: Bell, make: Callable[[Header], Maker], *, lock_wait_s: float = 0.0,
           report: Callable[[Progress], None] = lambda progress: None) -> Progress:
     """Answers requests until the bell stops it or the run is over; what is in flight then is
     left to the next one. The folder has a header. `report` is called after each outcome and
     each look at the requests. Raises JournalError for a damaged file or where another
     synthesizer serves the folder, OutageStop."""
-    with serving(folder, lock_wait_s), _Book(folder) as book, \
-            _Crew(in_flight(maker), maker, bell) as crew:
-        progress, pause_s = Progress(), QUICK_S
-        while not bell.stopped:
-            if book.look():
-                crew.forget()
-            if book.asked.ended:
-                break
-            waiting = book.asked.requests[book.answered:]
-            crew.ask([request for request in waiting if book.made_before(request) is None])
-            outcome = waiting and (book.made_before(waiting[0]) or crew.answer(waiting[0]))
-            if outcome:
-                try:
-                    stop_for(outcome, maker.config)
-                except OutageError as error:
-                    book.halt(str(error))
-                outcome = book.write(waiting[0], outcome)
-                progress.done += 1
-                progress.accepted += isinstance(outcome, Candidate)
-                pause_s = QUICK_S
-            else:
-                bell.wait(pause_s)
-                pause_s = min(2 * pause_s, IDLE_S)
-            progress.waiting = len(book.asked.requests) - book.answered
-            report(progress)
-        return progress
+    with serving(folder, lock_wait_s), _Book(folder) as book:
+        maker = make(book.header)
+        with _Crew(in_flight(maker), maker, bell) as crew:
+            return _answer(book, crew, maker.config, bell, report)
+
+
+def _answer(book: _Book, crew: _Crew, config: SynthesisConfig, bell: Bell,
+            report: Callable[[Progress], None]) -> Progress:
+    progress, pause_s = Progress(), QUICK_S
+    while not bell.stopped:
+        if book.look():
+            crew.forget()
+        if book.asked.ended:
+            break
+        waiting = book.asked.requests[book.answered:]
+        crew.ask([request for request in waiting if book.made_before(request) is None])
+        outcome = None
+        if waiting:
+            outcome = book.made_before(waiting[0]) or crew.answer(waiting[0])
+        if outcome is not None:
+            try:
+                stop_for(outcome, config)
+            except OutageError as error:
+                book.halt(str(error))
+            outcome = book.write(waiting[0], outcome)
+            progress.done += 1
+            progress.accepted += isinstance(outcome, Candidate)
+            pause_s = QUICK_S
+        else:
+            bell.wait(pause_s)
+            pause_s = min(2 * pause_s, IDLE_S)
+        progress.waiting = len(book.asked.requests) - book.answered
+        report(progress)
+    return progress
 
 
 def in_flight(maker: Maker) -> int:
@@ -118,7 +127,7 @@ class _Book:
     """The files as the synthesizer sees and writes them."""
 
     def __init__(self, folder: Path):
-        self._folder, self._header = folder, Header.read(folder)
+        self._folder, self.header = folder, Header.read(folder)
         self._requests = Tail(folder / REQUESTS)
         self._out = Appender(folder / OUTCOMES)
         self.asked = Asked()
@@ -138,7 +147,7 @@ class _Book:
         self._requests.feed(self.asked.apply)
         if self.asked.generation == generation:
             return False
-        if Header.read(self._folder) != self._header:
+        if Header.read(self._folder) != self.header:
             raise JournalError(f"{self._folder}: the run goes on with other settings; start the "
                                "synthesizer again")
         self._recall()
@@ -164,7 +173,7 @@ class _Book:
 
     def _recall(self) -> None:
         """What the outcomes on file answer of the requests that are not void."""
-        self.answered, self._known = 0, Known.from_json(self._header.known)
+        self.answered, self._known = 0, Known.from_json(self.header.known)
         self._void: dict[tuple[str, int, int], tuple[Request, Candidate]] = {}
         Tail(self._folder / OUTCOMES).feed(self._recall_one)
 

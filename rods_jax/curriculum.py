@@ -6,9 +6,10 @@ Pure functions of a frozen config and the step number; nothing to checkpoint but
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 from rods_jax.rewards import RewardKind
-from rods_jax.types import CATEGORIES, Category
+from rods_jax.types import CATEGORIES, Category, Json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,3 +85,12 @@ def total_steps(config: CurriculumConfig) -> int | None:
 def category_mask(stage: Stage) -> tuple[bool, ...]:
     """For each of CATEGORIES, whether the stage trains on it."""
     return tuple(category in stage.categories for category in CATEGORIES)
+
+
+def trained(config: CurriculumConfig, rows: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
+    """Which rewards trained, in order, and what the first and the last step showed."""
+    kinds = [stage_at(config, row["step"]).reward.value for row in rows]
+    names = ("reward_mean", "format_mean", "progress_mean")
+    return {"reward_trained": list(dict.fromkeys(kinds)),
+            "first_step": {name: rows[0][name] for name in names},
+            "last_step": {name: rows[-1][name] for name in names}}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 
 from rods_jax.types import EndReason, Task, Trajectory
 
@@ -78,3 +79,10 @@ def _passed(trajectory: Trajectory) -> int:
         raise ValueError(f"trajectory of {trajectory.task_uid} has {len(trajectory.outcomes)} turn "
                          f"outcomes for {trajectory.n_turns} expected turns: count each turn once")
     return sum(outcome.passed for outcome in trajectory.outcomes)
+
+
+def call_error_share(trajectories: Sequence[Trajectory]) -> float | None:
+    """Of the calls in turns that were ended, how many were answered with an error."""
+    outcomes = [outcome for t in trajectories for outcome in t.outcomes]
+    calls = sum(outcome.n_calls for outcome in outcomes)
+    return sum(outcome.n_errors for outcome in outcomes) / calls if calls else None

@@ -18,6 +18,7 @@ from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.weights import Precision
 from rods_jax.startup import Platform
+from rods_jax.synthesis.loop import LoopConfig
 from rods_jax.synthesis.pipeline import SynthesisConfig
 from rods_jax.task_pool import PoolConfig
 from rods_jax.text.chat import Thinking
@@ -210,6 +211,7 @@ class RunConfig:
     """tasks_per_step T, group_size K, minibatches: optimizer steps a batch of T is split
     into; batch: how each is packed.
     synthesis_on: False is the static baseline, whatever the stages say.
+    synthesis: how a variant is made; synthesizer: where, and whether training waits for it.
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
     paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end.
@@ -240,6 +242,7 @@ class RunConfig:
     seed_rule: SeedRule = SeedRule.PHI
     pool: PoolConfig = PoolConfig()
     synthesis: SynthesisConfig = SynthesisConfig()
+    synthesizer: LoopConfig = LoopConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     eval: EvalConfig = EvalConfig()
     queue: int = 2

@@ -10,6 +10,7 @@ goes on as if it had not been.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -34,16 +35,19 @@ from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.resume import check_config
 from rods_jax.rollout.weights import local_mesh, make_weights
 from rods_jax.run_config import RunConfig, batch_shape
+from rods_jax.run_synthesis import figures, make_synthesizer
+from rods_jax.synthesis.journal import Stopped
 from rods_jax.synthesis.loop import Synthesizer
+from rods_jax.synthesis.outcome import Candidate
+from rods_jax.synthesis.worker import guard_of
 from rods_jax.task_pool import Origin
 from rods_jax.task_table import TaskTable
-from rods_jax.tasks.leakage import HeldOutGuard, Leak, crossing
+from rods_jax.tasks.leakage import Leak, crossing
 from rods_jax.tools.host import make_host
 from rods_jax.types import CATEGORIES, Json, Source, Task, Trajectory
 from rods_jax.warm_start import warm_start
 
 ADMIT_ROWS = 32  # rows offered to the pool at once: one shape for the life of a run
-SYNTHESIS_TIMEOUT_S = 600.0  # longest wait for variants at an admission
 
 
 @dataclasses.dataclass
@@ -99,9 +103,7 @@ class Run:
         self.held_in = split(suite, "held_in", config.tasks.held_in)
         self.new_structures = split(suite, "new_structures", config.tasks.held_in // 2) \
             if config.eval.transfer else []
-        self.guard = HeldOutGuard(
-            (task for name in suite.held_out for task in suite.split(name)),
-            siblings_cross=suite.siblings_cross)
+        self.guard = guard_of(suite)
         if config.synthesis_on and not suite.plans:
             raise UserError(f"suite {suite.name} brings no planner, so it cannot make variants: "
                             "set synthesis_on=False")
@@ -138,8 +140,11 @@ class Run:
         self.ledger.born(self.seeds)
         self.key = jax.random.key(config.seed)
         self._admit(self.seeds)
-        self.synthesizer = Synthesizer(suite, config.synthesis, config.seed, self.guard,
-                                       {t.content_hash for t in [*self.seeds, *self.held_in]})
+        self.synthesizer = self._synthesizer()
+
+    def _synthesizer(self, state: Json = None) -> Synthesizer:
+        return make_synthesizer(self.config, self.folder, self.parts.suite, self.guard,
+                                [*self.seeds, *self.held_in], state)
 
     def warm_up(self) -> int:
         """Compiles what later steps may be the first to use; how many are the rollouts'."""
@@ -191,17 +196,14 @@ class Run:
         self.counters.refused_at_admission += 1
         return None
 
-    def boundary_of_epoch(self) -> None:
-        """Paper section 3: retire, revive, admit at most a share beta, prune."""
+    def boundary_of_epoch(self, fresh: list[Candidate]) -> None:
+        """Paper section 3: retire, revive, admit at most a share beta, prune. fresh: variants
+        that have been collected for it."""
         self.pool, _ = self.programs.retire(self.pool, self.step)
         self.ledger.record(Op.RETIRE, self.pool)
         self.pool, _ = self.programs.revive(self.pool)
         self.ledger.record(Op.REVIVE, self.pool)
         if self._synthesizes():
-            try:
-                fresh = self.synthesizer.collect(self.step - 1, SYNTHESIS_TIMEOUT_S)
-            except TimeoutError as error:
-                raise UserError(str(error)) from error
             self.ledger.born([candidate.task for candidate in fresh])
             waiting = [candidate.task for candidate in self.synthesizer.waiting]
             chosen = waiting[:self._admission_limit()]
@@ -281,16 +283,22 @@ class Run:
             "variance_of_bound": float(signal.of_bound)}
 
     def _turn_epoch(self, allowed_C: np.ndarray) -> None:
+        """Raises Stopped before anything has changed, so that the run can still be saved."""
+        self.synthesizer.poll()
         over = self.step > self.epoch_start and not int(
             self.programs.unseen(self.pool, self.epoch_start, allowed_C))
+        every = self.config.admit_every
+        due = self.step and (self.step - self.last_admission >= every if every else over)
+        try:
+            fresh = self.synthesizer.collect(self.step - 1) if due and self._synthesizes() else []
+        except TimeoutError as error:
+            raise Stopped(str(error)) from error
         if over:
             self.epoch += 1
             self.epoch_start = self.step
         self.ledger.at(self.step, self.epoch)
-        every = self.config.admit_every
-        due = self.step - self.last_admission >= every if every else over
-        if self.step and due:
-            self.boundary_of_epoch()
+        if due:
+            self.boundary_of_epoch(fresh)
 
     def _rewards(self, groups, prompts, kind) -> tuple[np.ndarray, np.ndarray]:
         """rewards_TxG float32 (0 where dropped) and which samples are usable."""
@@ -315,7 +323,7 @@ class Run:
             "progress_mean": average([rewards.progress(t) for t, _ in usable]),
             "success_mean": average([rewards.binary(t) for t, _ in usable]),
             "format_mean": average([rewards.format_reward(t, task) for t, task in usable]),
-            "call_error_share": _call_error_share([t for t, _ in usable]),
+            "call_error_share": rewards.call_error_share([t for t, _ in usable]),
             **{f"zone_{zone.name.lower()}": average(zones_T == int(zone))
                for zone in boundary.Zone if zone is not boundary.Zone.UNSEEN},
             **tally.logged(updates),
@@ -327,13 +335,21 @@ class Run:
             "env_errors": self.counters.env_errors, "drifts": self.counters.drifts,
             "tool_crashes": self.counters.tool_crashes, "workers_replaced": self.host.replaced,
             "ends": dict(rolled.ends), "tokens_per_s": tokens / rolled.total_s,
-            "evicted": rolled.evicted,
+            "evicted": rolled.evicted, "synthesis": figures(self.synthesizer),
             "rollout_s": rolled.total_s, "device_s": rolled.device_s, "idle_s": rolled.idle_s,
         }
 
-    def close(self) -> None:
-        self.synthesizer.close()
-        self.host.close()
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, failed: type | None, *_: object) -> None:
+        self.close(failed is not None)
+
+    def close(self, failed: bool = False) -> None:
+        """What the synthesizer has begun is not waited for long where the run failed."""
+        with contextlib.suppress(*[TimeoutError] if failed else ()), \
+                contextlib.closing(self.host):
+            self.synthesizer.close(2.0 if failed else 30.0, ended=not failed)
 
     def retired(self) -> int:
         return int(np.asarray(self.pool.retired).sum())
@@ -382,21 +398,12 @@ class Run:
         self.ledger.resume(self.pool, self.step, ledger.Mark(**host.get("ledger", {})))
         self.guard.counts.update({Leak(k): n for k, n in host["leaks_refused"].items()})
         self.synthesizer.close()
-        self.synthesizer = Synthesizer.restore(
-            host["synthesizer"], self.parts.suite, self.config.synthesis, self.config.seed,
-            self.guard)
+        self.synthesizer = self._synthesizer(host["synthesizer"])
 
 
 def _live(pool: task_pool.PoolStats) -> tuple[int, int]:
     """Live tasks, and how many of them are at the boundary."""
     return int(pool.live), int(pool.live_by_zone[boundary.Zone.BOUNDARY])
-
-
-def _call_error_share(trajectories: list[Trajectory]) -> float | None:
-    """Of the calls in turns that were ended, how many were answered with an error."""
-    outcomes = [outcome for t in trajectories for outcome in t.outcomes]
-    calls = sum(outcome.n_calls for outcome in outcomes)
-    return sum(outcome.n_errors for outcome in outcomes) / calls if calls else None
 
 
 def report_warm_start(done: int, passes: int, loss: float) -> None:
@@ -412,25 +419,46 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     checkpoint.clean(folder / "checkpoints")
     if resume is not None:
         check_config(resume, checkpoint.read_host(resume)[1], config)
-    run = Run(config, folder, cache)
-    before = None
+    with Run(config, folder, cache) as run:
+        return _train(run, resume, began)
+
+
+def _train(run: Run, resume: pathlib.Path | None, began: float) -> dict[str, Any]:
+    config, folder, before = run.config, run.folder, None
     if resume is not None:
         run.resume(resume)
         before = read_json(folder / "before.json", "restore it or start a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
+    if config.synthesis_on:
+        run.synthesizer.open()
     print(f"{run.warm_up()} programs of the rollouts compiled, their K/V takes up to "
           f"{run.engine.slots.most_bytes / 1e6:,.1f} MB", flush=True)
     if before is None:
         print(f"evaluating {len(run.held_in + run.new_structures)} tasks first", flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))
         write_json(folder / "before.json", before)
+    _steps(run, resume is not None)
+    after = _as_json(run.evaluate(config.eval.greedy))
+    run.save()
+    summary = _summary(run, before, after, time.perf_counter() - began)
+    summary |= curriculum.trained(config.curriculum, read(folder / "metrics.jsonl"))
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _steps(run: Run, resumed: bool) -> None:
+    config = run.config
     progress, learned = Progress(config.steps, start=run.step), True
-    with MetricWriter(folder / "metrics.jsonl", run.step - 1 if resume else -1) as writer, \
+    with MetricWriter(run.folder / "metrics.jsonl", run.step - 1 if resumed else -1) as writer, \
             CompileCounter() as compiles:
         while run.step < config.steps:
             step, seen = run.step, compiles.counts()
-            metrics = run.train_step()
+            try:
+                metrics = run.train_step()
+            except Stopped:
+                run.save()
+                raise
             metrics |= {"compiles": compiles.total, "compiled": compiles.since(seen)}
             every = config.eval.every
             if every and run.step % every == 0 and run.step < config.steps:
@@ -447,26 +475,10 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
                     and run.step < config.steps:
                 run.save()
     progress.close()
-    after = _as_json(run.evaluate(config.eval.greedy))
-    run.save()
-    summary = _summary(run, before, after, time.perf_counter() - began)
-    summary |= _trained(config, read(folder / "metrics.jsonl"))
-    write_json(folder / "summary.json", summary)
-    run.close()
-    return summary
 
 
 def _as_json(found: dict[str, EvalResult]) -> dict[str, Any]:
     return {name: dataclasses.asdict(result) for name, result in found.items()}
-
-
-def _trained(config: RunConfig, rows: list[dict[str, Json]]) -> dict[str, Any]:
-    """Which rewards trained, in order, and what the first and the last step showed."""
-    kinds = [curriculum.stage_at(config.curriculum, row["step"]).reward.value for row in rows]
-    names = ("reward_mean", "format_mean", "progress_mean")
-    return {"reward_trained": list(dict.fromkeys(kinds)),
-            "first_step": {name: rows[0][name] for name in names},
-            "last_step": {name: rows[-1][name] for name in names}}
 
 
 def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, Any]:
@@ -482,6 +494,7 @@ def _summary(run: Run, before: dict, after: dict, wall_s: float) -> dict[str, An
         "env_errors": run.counters.env_errors, "tool_crashes": run.counters.tool_crashes,
         "drifts": run.counters.drifts, "funnel": run.synthesizer.funnel.to_json(),
         "leaks_refused": run.guard.to_json(), "wall_s": wall_s,
+        "synthesis": figures(run.synthesizer),
         "ledger": run.ledger.summary(run.pool, run.synthesizer.funnel.accepted,
                                      len(run.synthesizer.waiting)),
     }

@@ -67,6 +67,8 @@ def train(shell, place, *more):
     ("sampler.page=0", ("--set sampler.page=0: sampler.page is 0, must be at least 1",)),
     ("engine.max_steps=0", ("--set engine.max_steps=0: max_steps is 0",)),
     ("pool.batch_floor=2", ("pool.batch_floor 2", "tasks_per_step 4")),
+    ("synthesizer.host='there'", ("synthesizer.host", "one of 'thread', 'process', 'elsewhere'")),
+    ("synthesizer.max_outstanding=0", ("max_outstanding is 0: give at least 1",)),
 ])
 def test_a_bad_setting(shell, place, setting, words):
     assert_one_line(train(shell, place, "--set", setting), *words)

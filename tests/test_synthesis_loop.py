@@ -4,23 +4,16 @@ import time
 
 import pytest
 
-from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate
-from rods_jax.synthesis.pipeline import SynthesisConfig, make_maker
+from rods_jax.synthesis.pipeline import make_maker
 from rods_jax.tasks.leakage import HeldOutGuard
+from synthesis_cases import CONFIG, EXPECTED, REQUESTS, ServedNotes, ask, restore, start, uids
 from test_synthesis_suite import NotesSuite, notes_task
 
-CONFIG = SynthesisConfig()
-REQUESTS = [(0, [(notes_task(0), 2), (notes_task(1, "miss_func"), 1)]),
-            (1, [(notes_task(2, "miss_param"), 2)]),
-            (3, [(notes_task(0), 3), (notes_task(3, "long_context"), 1)])]
-EXPECTED = ["seed0~0.0", "seed0~0.1", "seed1~0.0", "seed2~1.0", "seed2~1.1",
-            "seed0~3.0", "seed0~3.1", "seed0~3.2", "seed3~3.0"]
 
-
-class Gate(NotesSuite):
+class Gate(ServedNotes):
     """Lets the thread plan only as often as the test says."""
 
     def __init__(self, tickets=0, faults=()):
@@ -32,16 +25,8 @@ class Gate(NotesSuite):
         return super().plan(seed, rng)
 
 
-def start(suite=None, **options):
-    return Synthesizer(suite or NotesSuite(), CONFIG, 5, HeldOutGuard(), **options)
-
-
-def ask(synthesizer, requests=REQUESTS):
-    return [synthesizer.request(step, tasks) for step, tasks in requests]
-
-
-def test_order_is_that_of_the_requests():
-    with start() as synthesizer:
+def test_order_is_that_of_the_requests(tmp_path):
+    with start(tmp_path) as synthesizer:
         assert ask(synthesizer) == [3, 2, 4]
         first, rest = synthesizer.collect(1, 20), synthesizer.collect(9, 20)
         assert [c.task.uid for c in first + rest] == EXPECTED
@@ -53,8 +38,8 @@ def test_order_is_that_of_the_requests():
         assert synthesizer.waiting == tuple(rest)
 
 
-def test_asking_again_in_a_step_gives_new_names():
-    with start() as synthesizer:
+def test_asking_again_in_a_step_gives_new_names(tmp_path):
+    with start(tmp_path) as synthesizer:
         synthesizer.request(2, [(notes_task(0), 1)])
         synthesizer.request(2, [(notes_task(0), 1), (notes_task(0), 1)])
         uids = [c.task.uid for c in synthesizer.collect(2, 20)]
@@ -65,24 +50,26 @@ def test_asking_again_in_a_step_gives_new_names():
 
 @pytest.mark.parametrize("done_before_cut", range(0, 10, 3))
 @pytest.mark.parametrize("faults", [(), ("same",)])
-def test_interrupted_equals_uninterrupted(done_before_cut, faults):
-    with start(NotesSuite(faults)) as whole:
+def test_interrupted_equals_uninterrupted(tmp_path, done_before_cut, faults):
+    with start(tmp_path / "whole", ServedNotes(faults)) as whole:
         ask(whole)
         expected = whole.collect(0, 20), whole.collect(9, 20)
         expected_funnel = whole.funnel.to_json()
-    assert len(expected[0]) == (3 if not faults else 2)  # "same": base and miss_func differ
+    assert (len(expected[0]) < 3) == bool(faults)  # "same": what is new depends on the order
     suite = Gate(done_before_cut, faults)
-    first = start(suite)
+    first = start(tmp_path / "cut", suite)
     ask(first)
     deadline = time.monotonic() + 20
-    while len(first.state()["jobs"]) > 9 - done_before_cut:
+    while first.answered < done_before_cut:
         assert time.monotonic() < deadline
         time.sleep(0.001)
+        first.poll()
     collected = first.collect(0, 20) if done_before_cut >= 3 else []
     state = json.loads(json.dumps(first.state()))
+    assert len(json.dumps(state)) < 500  # counts into the folder, no tasks
     suite.tickets.release(99)
     first.close()
-    with Synthesizer.restore(state, NotesSuite(faults), CONFIG, 5, HeldOutGuard()) as second:
+    with restore(state, tmp_path / "cut", ServedNotes(faults)) as second:
         assert second.waiting == tuple(collected)
         collected += second.collect(0, 20)
         rest = second.collect(9, 20)
@@ -94,9 +81,10 @@ def test_interrupted_equals_uninterrupted(done_before_cut, faults):
             [] if faults else [c for c in second.waiting if c.task.uid == "seed0~3.3"])
 
 
-def test_room_depends_on_what_was_asked_not_on_speed():
+def test_room_depends_on_what_was_asked_not_on_speed(tmp_path):
     suite = Gate(0)
-    slow, fast = start(suite, max_outstanding=4), start(max_outstanding=4)
+    slow, fast = (start(tmp_path / "slow", suite, max_outstanding=4),
+                  start(tmp_path / "fast", max_outstanding=4))
     taken = ask(slow), ask(fast)
     assert taken[0] == taken[1] == [3, 1, 0]
     assert slow.refused == fast.refused == 5
@@ -107,21 +95,38 @@ def test_room_depends_on_what_was_asked_not_on_speed():
     fast.close()
 
 
-def test_request_never_blocks_and_collect_times_out_without_loss():
+def test_request_never_blocks_and_collect_times_out_without_loss(tmp_path):
     suite = Gate(0)
-    synthesizer = start(suite)
+    synthesizer = start(tmp_path, suite)
     ask(synthesizer)
     with pytest.raises(TimeoutError, match=r"step 0 has not ended after 0.01 s \(9 attempts"):
         synthesizer.collect(0, 0.01)
     suite.tickets.release(99)
-    assert [c.task.uid for c in synthesizer.collect(9, 20)] == EXPECTED
+    assert uids(synthesizer.collect(9, 20)) == EXPECTED
     synthesizer.close()
 
 
+def test_without_waiting_what_is_there_is_taken_in_order(tmp_path):
+    suite = Gate(0)
+    with start(tmp_path, suite, wait=False) as synthesizer:
+        ask(synthesizer)
+        assert synthesizer.collect(9) == [] and synthesizer.outstanding == 9
+        found = []
+        for tickets in (2, 1, 5):
+            suite.tickets.release(tickets)
+            deadline, wanted = time.monotonic() + 20, len(found) + tickets
+            while synthesizer.answered < wanted:
+                assert time.monotonic() < deadline
+                synthesizer.poll()
+            found += synthesizer.collect(9)
+            assert uids(found) == EXPECTED[:wanted]
+        suite.tickets.release(99)
+
+
 @pytest.mark.parametrize("fault, name", [("crash", "RuntimeError"), ("exit", "SystemExit")])
-def test_a_crash_is_counted_and_the_thread_lives(fault, name):
-    suite = NotesSuite([fault])
-    with start(suite) as synthesizer:
+def test_a_crash_is_counted_and_the_thread_lives(tmp_path, fault, name):
+    suite = ServedNotes([fault])
+    with start(tmp_path, suite) as synthesizer:
         ask(synthesizer, REQUESTS[:1])
         assert synthesizer.collect(0, 20) == []
         assert synthesizer.funnel.to_json()["rejected"] == {"crash": {name: 3}}
@@ -130,34 +135,35 @@ def test_a_crash_is_counted_and_the_thread_lives(fault, name):
         assert len(synthesizer.collect(1, 20)) == 2
 
 
-def test_closed_synthesizer_says_so_and_keeps_its_state():
-    synthesizer = start(Gate(0))
-    synthesizer._suite.tickets.release(1)
+def test_closed_synthesizer_says_so_and_keeps_its_state(tmp_path):
+    suite = Gate(1)
+    synthesizer = start(tmp_path, suite)
     ask(synthesizer)
-    synthesizer._suite.tickets.release(1)  # for the attempt that close() waits for
+    suite.tickets.release(1)  # for the attempt that close() waits for
     synthesizer.close()
-    assert not any(t.name == "synthesizer" and t is synthesizer._thread
+    assert not any(t.name == "synthesizer" and t is synthesizer._host.thread
                    for t in threading.enumerate())
     with pytest.raises(RuntimeError, match="was closed"):
         synthesizer.request(4, [(notes_task(0), 1)])
     with pytest.raises(RuntimeError, match="was closed"):
         synthesizer.collect(9, 20)
     state = synthesizer.state()
-    assert len(state["jobs"]) + len(state["done"]) == 9
-    with Synthesizer.restore(state, NotesSuite(), CONFIG, 5, HeldOutGuard()) as second:
-        assert [c.task.uid for c in second.collect(9, 20)] == EXPECTED
-    with pytest.raises(ValueError, match="run seed 5, this run has 1 and 6"):
-        Synthesizer.restore(state, NotesSuite(), CONFIG, 6, HeldOutGuard())
+    assert state["asked"] == 9 and state["collected"] == 0
+    with restore(state, tmp_path) as second:
+        assert uids(second.collect(9, 20)) == EXPECTED
+    with pytest.raises(ValueError, match="run seed 5, this run has 2 and 6"):
+        restore(state, tmp_path, run_seed=6)
 
 
-def test_known_tasks_are_not_made_again():
-    with start() as synthesizer:
+def test_known_tasks_are_not_made_again(tmp_path):
+    with start(tmp_path / "first") as synthesizer:
         ask(synthesizer)
-        hashes = [c.task.content_hash for c in synthesizer.collect(9, 20)]
-    with start(known=hashes) as synthesizer:
+        tasks = [c.task for c in synthesizer.collect(9, 20)]
+    with start(tmp_path / "again", known=Known(tasks).to_json()) as synthesizer:
         ask(synthesizer)
         assert synthesizer.collect(9, 20) == []
-        assert synthesizer.funnel.to_json()["rejected"] == {"novelty": {"same_content": 9}}
+        rejected = synthesizer.funnel.to_json()["rejected"]
+        assert set(rejected) == {"novelty"} and sum(rejected["novelty"].values()) == 9
 
 
 # ---------------------------------------------------------------- offline
@@ -188,6 +194,6 @@ def test_offline_worker_processes_change_nothing():
 
 def test_offline_ends_when_nothing_new_is_found():
     outcomes = offline(5, faults=["same"], max_attempts=30)
-    assert len(outcomes) == 30 and len(accepted(outcomes)) == 3  # one a category
+    assert len(outcomes) == 30 and 1 <= len(accepted(outcomes)) <= 3  # at most one a category
     with pytest.raises(ValueError, match="no seed tasks"):
         next(synthesize_many([], 1, make_maker(NotesSuite(), CONFIG, HeldOutGuard(), 0)))

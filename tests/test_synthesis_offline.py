@@ -8,7 +8,6 @@ import pytest
 
 from experiments import synthesize as entry
 from rods_jax.synthesis.journal import Journal
-from rods_jax.synthesis.loop import Synthesizer
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
 from rods_jax.synthesis.outcome import Candidate, Funnel
@@ -19,6 +18,7 @@ from rods_jax.tasks.profile import base_form, distance, profile
 from rods_jax.tasks.replay import replay
 from rods_jax.tools.toolbox import RequestedProfile, ToolboxSuite, generate
 from rods_jax.types import CATEGORIES
+from synthesis_cases import start
 from test_synthesis_suite import NotesSuite, notes_task
 
 SUITE = ToolboxSuite()
@@ -61,9 +61,9 @@ def test_toolbox_variants_are_sound_and_alike(seeds):
         assert distance(profile(base_form(task), SUITE), profile(base_form(seed), SUITE)) <= 0.2
 
 
-def test_thread_and_batch_make_the_same_toolbox_variants(seeds):
+def test_thread_and_batch_make_the_same_toolbox_variants(tmp_path, seeds):
     config = SynthesisConfig()
-    with Synthesizer(SUITE, config, 1, HeldOutGuard()) as synthesizer:
+    with start(tmp_path, SUITE, run_seed=1) as synthesizer:
         for step in (0, 1):
             synthesizer.request(step, [(seed, 1) for seed in seeds])
         beside = synthesizer.collect(1, 60)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from kept_programs import kept_in
 from loop_cases import assert_follows_its_replay, tiny_config, write_config
+from misbehaving_endpoint import Served, says, unused_url
 
 from experiments import evaluate as evaluate_entry
 from experiments import quickstart
@@ -22,6 +23,8 @@ from experiments import train as train_entry
 from rods_jax import checkpoint, ledger, metrics
 from rods_jax.config import UserError
 from rods_jax.rollout.engine import make_prompt
+from rods_jax.synthesis.exchange import FOLDER
+from rods_jax.synthesis.journal import Stopped
 from rods_jax.task_pool import Origin, Status, is_live
 from rods_jax.tasks.leakage import HeldOutGuard
 from rods_jax.train import Run, train
@@ -258,17 +261,56 @@ def test_a_broken_environment_costs_its_own_samples_only(folder, whole):
 
 
 def test_variants_that_never_come_end_the_run_with_one_line(folder, whole, monkeypatch):
-    run = Run(tiny_config(), folder / "slow", folder / "cache")
+    run = Run(tiny_config(synthesizer=dict(timeout_s=0.05)), folder / "slow", folder / "cache")
     gate = threading.Event()
-    monkeypatch.setattr("rods_jax.train.SYNTHESIS_TIMEOUT_S", 0.05)
     monkeypatch.setattr(run.parts.suite, "plan", lambda seed, rng: gate.wait(30) and None,
                         raising=False)
     run.synthesizer.request(0, [(run.seeds[0], 1)])
     run.step = 1
-    with pytest.raises(UserError, match="synthesis of step 0 has not ended"):
-        run.boundary_of_epoch()
+    before = run.epoch, run.epoch_start, run.last_admission
+    with pytest.raises(Stopped, match="synthesis of step 0 has not ended"):
+        run.train_step()
+    assert (run.epoch, run.epoch_start, run.last_admission) == before
     gate.set()
     run.synthesizer.close()
+
+
+# ---------------------------------------------------------------- where variants are made
+
+
+def test_a_process_of_its_own_makes_the_same_run(folder, whole):
+    path = folder / "process"
+    summary = train(tiny_config(**EVERY, synthesizer=dict(host="process")), path, folder / "cache")
+    assert rows_of(path) == rows_of(whole[0])
+    assert (path / ledger.FILE).read_bytes() == (whole[0] / ledger.FILE).read_bytes()
+    assert host_of(path)["synthesizer"] == host_of(whole[0])["synthesizer"]
+    assert summary["synthesis"]["restarts"] == 0 and summary["funnel"] == whole[1]["funnel"]
+
+
+def test_a_run_that_does_not_wait_accounts_for_every_task(folder, whole):
+    config = tiny_config(synthesizer=dict(wait=False))
+    summary = train(config, folder / "hasty", folder / "cache")
+    assert summary["ledger"]["broken"] is None and summary["rollouts"] == 64
+    assert summary["funnel"]["attempts"] <= whole[1]["funnel"]["attempts"]
+
+
+def test_a_run_that_stops_for_its_endpoint_keeps_a_checkpoint_and_goes_on(folder, whole):
+    def config(url):
+        return tiny_config(synthesis=dict(writer="llm", on_outage="stop", endpoint=dict(
+            base_url=url, model="m", tries=1)))
+
+    path = folder / "stopped"
+    with pytest.raises(Stopped, match="the endpoint .* gave no answer"):
+        train(config(unused_url()), path, folder / "cache")
+    step = checkpoint.read_host(path / "checkpoints")[0]
+    assert 0 < step < 4 and len(metrics.read(path / metrics.FILE)) == step
+    with Served(says("no texts")) as server:
+        summary = train(config(server.url), path, folder / "cache",
+                        checkpoint.latest(path / "checkpoints"))
+    assert [row["step"] for row in metrics.read(path / metrics.FILE)] == [0, 1, 2, 3]
+    told = summary["synthesis"]
+    assert told["requests"] > 0 and told["failures"] == {"not_json": told["requests"]}
+    assert summary["admitted"] == 0 and summary["ledger"]["broken"] is None
 
 
 # ---------------------------------------------------------------- interrupted = uninterrupted
@@ -320,6 +362,9 @@ def test_a_half_written_checkpoint_is_cleaned_away(resumed):
 
 def test_the_table_of_a_resumed_run_is_the_same(folder, whole, run):
     other = Run(tiny_config(**EVERY), folder / "third", folder / "cache")
+    with pytest.raises(ValueError, match="third/synthesis: the checkpoint speaks of .* no header"):
+        other.resume(whole[0] / "checkpoints")
+    shutil.copytree(whole[0] / FOLDER, folder / "third" / FOLDER)
     other.resume(whole[0] / "checkpoints")
     assert other.table.state() == run[0].table.state()
     assert sorted(other.table.serials()) == sorted(run[0].table.serials())

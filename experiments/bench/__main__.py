@@ -1,12 +1,13 @@
-"""Speed side by side: `python -m experiments.bench tools|rollout|update|pool [--json FILE]`.
+"""Speed side by side: `python -m experiments.bench COMMAND [--json FILE]`.
 
-tools    replays and scores the gold calls of all BFCL multi-turn tasks, here and with the
-         checker of the package bfcl-eval.
-rollout  samples the same tokens from the same weights here, with Hugging Face transformers'
-         generate and with google-tunix's sampler. `make bench-peers` installs those two.
-update   takes the same GRPO update of the same weights here, with torch the way TRL's trainer
-         does and with google-tunix's log-probs; the same two.
-pool     times the operations of the task pool at growing capacities, beside an update.
+tools      replays and scores the gold calls of all BFCL multi-turn tasks, here and with the
+           checker of the package bfcl-eval.
+rollout    samples the same tokens from the same weights here, with Hugging Face transformers'
+           generate and with google-tunix's sampler. `make bench-peers` installs those two.
+update     takes the same GRPO update of the same weights here, with torch the way TRL's trainer
+           does and with google-tunix's log-probs; the same two.
+pool       times the operations of the task pool at growing capacities, beside an update.
+synthesis  times steps of the quickstart with and without variants being made on another core.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
              _rollout, _rollout_table),
             ("update", "a GRPO update, here, as TRL does it and in tunix", 3,
              _update, _update_table),
-            ("pool", "the task pool, beside the smallest update", 5, _pool, _pool_table)):
+            ("pool", "the task pool, beside the smallest update", 5, _pool, _pool_table),
+            ("synthesis", "training steps with and without it", 24, _synthesis,
+             _synthesis_table)):
         command = commands.add_parser(name, help=help_)
         command.add_argument("--repeats", type=int, default=repeats,
                              help="counted passes, after one for warm-up (default %(default)s)")
@@ -123,6 +126,17 @@ def _pool(args: argparse.Namespace) -> dict[str, Json]:
 def _pool_table():
     from experiments.bench.pool import pool_table
     return pool_table
+
+
+def _synthesis(args: argparse.Namespace) -> dict[str, Json]:
+    _on_cpu()
+    from experiments.bench import synthesis
+    return synthesis.bench_synthesis(synthesis.SynthesisPlan(repeats=args.repeats))
+
+
+def _synthesis_table():
+    from experiments.bench.synthesis import synthesis_table
+    return synthesis_table
 
 
 def main(argv: Sequence[str] | None = None) -> None:

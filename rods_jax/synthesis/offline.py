@@ -15,8 +15,8 @@ import signal
 from collections.abc import Iterator, Sequence
 
 from rods_jax.synthesis.novelty import Known
-from rods_jax.synthesis.outcome import Candidate, Outcome, Rejection, Stage
-from rods_jax.synthesis.pipeline import Maker, stop_for
+from rods_jax.synthesis.outcome import Candidate, Outcome
+from rods_jax.synthesis.pipeline import Maker, decide, stop_for
 from rods_jax.types import Task
 
 CHUNK = 16  # attempts sent to a worker at once; one where each waits for an endpoint
@@ -50,25 +50,13 @@ def synthesize_many(seeds: Sequence[Task], count: int, maker: Maker, known: Know
             return
         for outcome in outcomes:
             stop_for(outcome, maker.config)
-            outcome = _novel(outcome, known)
+            outcome = decide(outcome, known)
             accepted += isinstance(outcome, Candidate)
             yield outcome
             if accepted >= count:
                 return
     finally:
         outcomes.close()
-
-
-def _novel(outcome: Outcome, known: Known) -> Outcome:
-    if isinstance(outcome, Rejection):
-        return outcome
-    if (found := known.refuse(outcome.task)) is None:
-        known.add(outcome.task)
-        return outcome
-    return Rejection(
-        Stage.NOVELTY, found.value, f"{outcome.task.uid} equals a known task", outcome.seed,
-        outcome.step, outcome.index, outcome.tries, outcome.repairs, outcome.rewrites,
-        outcome.writer, outcome.fell_back, outcome.unjudged, outcome.usage)
 
 
 @dataclasses.dataclass(frozen=True)

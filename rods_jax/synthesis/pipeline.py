@@ -101,6 +101,20 @@ def stop_for(outcome: Outcome, config: SynthesisConfig) -> None:
             "fall_back or go_on")
 
 
+def decide(outcome: Outcome, known: Known) -> Outcome:
+    """Whether the task is new, which then is known. For callers whose attempts were made side by
+    side, knowing nothing of each other, to ask in order."""
+    if isinstance(outcome, Rejection):
+        return outcome
+    if (found := known.refuse(outcome.task)) is None:
+        known.add(outcome.task)
+        return outcome
+    return Rejection(
+        Stage.NOVELTY, found.value, f"{outcome.task.uid} equals a known task", outcome.seed,
+        outcome.step, outcome.index, outcome.tries, outcome.repairs, outcome.rewrites,
+        outcome.writer, outcome.fell_back, outcome.unjudged, outcome.usage)
+
+
 @dataclasses.dataclass(frozen=True)
 class Maker:
     """Makes variants. Can be sent to other processes where the suite can. `judge` rules after

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import time
-import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,8 +28,9 @@ from rods_jax.ledger import Ledger, Op
 from rods_jax.learner import Learner, trainer_mesh
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, check_model, model_files, model_shape, split
-from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
+from rods_jax.pool_programs import pool_programs
 from rods_jax.resume import check_config
+from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.rollout.weights import local_mesh, make_weights
 from rods_jax.run_config import RunConfig, batch_shape
 from rods_jax.run_synthesis import figures, make_synthesizer
@@ -60,28 +58,6 @@ class Counters:
     env_errors: int = 0
     tool_crashes: int = 0  # rollouts scored as failed because a call took its worker down
     drifts: int = 0
-
-
-def pool_programs(config: RunConfig) -> types.SimpleNamespace:
-    """The pool's functions, jitted once each for the life of a run. Those that change the pool
-    take the old one's memory: else a few new rows would have all prompts copied."""
-    def jit(function: Callable, *static: str, changes: bool = False, **fixed) -> Callable:
-        return jax.jit(functools.partial(function, **fixed), static_argnames=static,
-                       donate_argnums=(0,) if changes else ())
-
-    pool, band = config.pool, config.boundary
-    return types.SimpleNamespace(
-        add=jit(task_pool.add, changes=True, config=pool),
-        sample=jit(task_pool.sample, "n_tasks", config=pool),
-        update_stats=jit(task_pool.update_stats, changes=True, config=pool, band=band),
-        retire=jit(task_pool.retire, changes=True, config=pool, band=band),
-        revive=jit(task_pool.revive, changes=True, config=pool),
-        prune=jit(task_pool.prune, changes=True, config=pool),
-        choose=jit(task_pool.choose, changes=True, config=band, rule=config.seed_rule,
-                   rollouts=config.group_size),
-        stats=jit(task_pool.stats, config=band),
-        unseen=jit(task_pool.unseen), group_stats=jit(boundary.group_stats),
-        zones=jit(boundary.zones, config=band), signal=jit(boundary.signal))
 
 
 class Run:

@@ -36,10 +36,11 @@ from rods_jax.grpo.batch import BatchShape, pack
 from rods_jax.learner import compiled_update, first_state
 from rods_jax.models.decoder import Decoder, count_params, init_params
 from rods_jax.policy import model_of
+from rods_jax.pool_programs import pool_programs
 from rods_jax.run_config import RunConfig, batch_shape
 from rods_jax.startup import installed_versions
 from rods_jax.task_pool import Origin, PoolConfig, PoolState, Status
-from rods_jax.train import ADMIT_ROWS, pool_programs
+from rods_jax.train import ADMIT_ROWS
 from rods_jax.types import Author, EndReason, Json, Trajectory
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"

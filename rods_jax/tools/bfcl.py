@@ -103,9 +103,13 @@ class BFCLSuite:
     # ------------------------------------------------------------ synthesis
 
     def _form(self, seed: Task) -> Task:
-        """The BASE form that a plan follows: the seed's own sibling, a variant's joined."""
+        """The BASE form that a plan follows: the seed's own sibling, whose text is in one piece,
+        where it has the same gold; else, as for a variant, the seed's turns joined."""
         sibling = self._base.get(seed.scenario) if seed.source is Source.SEED else None
-        return sibling or base_form(seed)
+        joined = base_form(seed)
+        if sibling is None or [t.gold for t in sibling.turns] != [t.gold for t in joined.turns]:
+            return joined
+        return sibling
 
     def plan(self, seed: Task, rng: random.Random) -> Plan:
         return bfcl_plan.plan(self._form(seed), seed.uid, rng)

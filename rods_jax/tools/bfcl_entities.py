@@ -223,12 +223,14 @@ def symbols(task: Task, rng: random.Random) -> dict[str, str]:
     fixed = _IN_SECTORS if any(c.name == "get_available_stocks" for _, c in calls_of(task)) else ()
     named = {s for s in stocks if mentions(said, s) or mentions(said, _COMPANIES.get(s, s))}
     shown = {s for _, c in calls_of(task) for s in scalars(c.arguments) if isinstance(s, str)}
-    partners = [s for s in stocks if s in _COMPANIES and s not in named | shown
+    # A symbol that its company's name spells is said with it; another one would not be.
+    spelled = {s for s, name in _COMPANIES.items() if s.lower() in name.lower().split()}
+    partners = [s for s in stocks if s in _COMPANIES and s not in named | shown | spelled
                 and s not in fixed]
     rng.shuffle(partners)
     out: dict[str, str] = {}
     for old in sorted(named):
-        if old in fixed:
+        if old in fixed or old in spelled and not mentions(said, old):
             continue
         if old in _COMPANIES and partners:
             new = partners.pop()
@@ -356,6 +358,17 @@ def spoken_numbers(task: Task, outputs: Sequence[Json]) -> dict[float, str] | No
                 elif value > 5 and value not in shown:
                     return None
     return out
+
+
+def unsaid_numbers(task: Task, outputs: Sequence[Json]) -> frozenset[float]:
+    """Numbers of gold arguments that no user says and no earlier call returns: what stands in
+    the hidden state for them has to stay."""
+    out = set()
+    for i, (turn, call) in enumerate(calls_of(task)):
+        said = "\n".join(t.user for t in task.turns[:turn + 1])
+        shown = frozenset().union(*(_numbers_in(o) for o in outputs[:i]))
+        out |= {v for v in _numbers_in(call.arguments) if v not in shown and not mentions(said, v)}
+    return frozenset(out)
 
 
 def numbers(task: Task, outputs: Sequence[Json], rng: random.Random) -> dict[float, float]:

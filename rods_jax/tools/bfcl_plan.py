@@ -124,12 +124,13 @@ def _swaps(task: Task, outputs: Sequence[Json], kinds: frozenset[str],
                  numbers=pick("numbers", lambda: entities.numbers(task, outputs, rng), {}))
 
 
-def _shift_counters(config: dict[str, dict[str, Json]], texts: str, rng: random.Random) -> None:
+def _shift_counters(config: dict[str, dict[str, Json]], texts: str, kept: frozenset[float],
+                    rng: random.Random) -> None:
     for domain, name, low, high in (("TradingBot", "order_counter", 20_000, 89_999),
                                     ("TicketAPI", "ticket_counter", 1_000, 8_999),
                                     ("TwitterAPI", "tweet_counter", 100, 899)):
         old = config.get(domain, {}).get(name)
-        if isinstance(old, int) and not mentions(texts, old):
+        if isinstance(old, int) and old not in kept and not mentions(texts, old):
             config[domain][name] = rng.randint(low, high)
 
 
@@ -145,19 +146,22 @@ def _shift_prices(config: dict[str, dict[str, Json]], texts: str, rng: random.Ra
         account["balance"] = round(balance * rng.uniform(1.25, 2.0), 2)
 
 
-def _shift_vehicle(task: Task, config: dict[str, dict[str, Json]], rng: random.Random) -> None:
+def _shift_vehicle(task: Task, config: dict[str, dict[str, Json]], kept: frozenset[float],
+                   rng: random.Random) -> None:
     """Another car: readings that no gold call of such a task is derived from."""
     car = config.get("VehicleControlAPI", {})
     used = {call.name for turn in task.turns for call in turn.gold}
     for name, low, high in (("batteryVoltage", 11.8, 13.9), ("humidityLevel", 30.0, 70.0)):
-        if name in car:
+        if name in car and car[name] not in kept:
             car[name] = round(rng.uniform(low, high), 1)
     fuel = {"fillFuelTank", "estimate_drive_feasibility_by_mileage", "displayCarStatus"}
-    if "fuelLevel" in car and not used & fuel:
+    if "fuelLevel" in car and car["fuelLevel"] not in kept and not used & fuel:
         car["fuelLevel"] = round(rng.uniform(6.0, 44.0), 1)
     tires = [name for name in car if name.endswith("TirePressure")]
     if "check_tire_pressure" not in used:
         for name in tires:
+            if car[name] in kept:
+                continue
             car[name] = float(rng.randint(28, 36))
 
 
@@ -165,13 +169,14 @@ def _config(task: Task, swaps: Swaps, outputs: Sequence[Json], kinds: frozenset[
             rng: random.Random) -> dict[str, dict[str, Json]]:
     config = copy.deepcopy(map_config(task.initial_config, swaps))
     texts = "\n".join(turn.user for turn in task.turns)
+    kept = entities.unsaid_numbers(task, outputs)
     if "counters" in kinds:
-        _shift_counters(config, texts, rng)
+        _shift_counters(config, texts, kept, rng)
     computed = entities.spoken_numbers(task, outputs) is None
     if "prices" in kinds and not computed and not entities.conditions(task):
         _shift_prices(config, texts, rng)
     if "vehicle" in kinds:
-        _shift_vehicle(task, config, rng)
+        _shift_vehicle(task, config, kept, rng)
     for domain in ("TravelAPI", "MessageAPI", "TradingBot", "VehicleControlAPI"):
         if domain in config:
             config[domain]["random_seed"] = rng.randint(1, 10**6)

@@ -29,7 +29,8 @@ Let's|Let us
 let's|let us
 """.strip().splitlines())
 _GREETINGS = ("Hello. ", "Hi there. ", "Good morning. ", "Good evening. ", "A small request. ")
-_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "One more thing. ")
+# No number words here: "one" would be a source for a 1 that nobody gave.
+_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ")
 
 
 def _protected(text: str, literals: Sequence[str]) -> list[tuple[str, bool]]:

@@ -124,7 +124,8 @@ class _Writer:
     def _named(self, value, note: dict) -> str:
         noun = note["noun"]
         pointed = note["how"] in ("last", "first") and not self.plain
-        if pointed and self.rng.random() < 0.6:
+        if pointed and note.get("point", True) and (
+                "point" in note or self.rng.random() < 0.6):
             pointers = phrases.SAME if note["how"] == "last" else phrases.FIRST
             return self.rng.choice(pointers).format(noun=noun)
         return self.rng.choice(phrases.NAMED.get(noun, ("{0}",))).format(value)

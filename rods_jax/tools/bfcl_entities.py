@@ -206,7 +206,7 @@ def destinations(task: Task, rng: random.Random) -> dict[str, str]:
     return out
 
 
-_COMPANIES = {
+COMPANIES = {
     "AAPL": "Apple", "GOOG": "Google", "TSLA": "Tesla", "MSFT": "Microsoft", "NVDA": "Nvidia",
     "ZETA": "Zeta Corp", "ALPH": "Alpha Tech", "OMEG": "Omega Industries", "QUAS": "Quasar Ltd.",
     "NEPT": "Neptune Systems", "SYNX": "Synex Solutions", "AMZN": "Amazon",
@@ -221,22 +221,22 @@ def symbols(task: Task, rng: random.Random) -> dict[str, str]:
     said = "\n".join(turn.user for turn in task.turns)
     stocks = task.initial_config.get("TradingBot", {}).get("stocks", {})
     fixed = _IN_SECTORS if any(c.name == "get_available_stocks" for _, c in calls_of(task)) else ()
-    named = {s for s in stocks if mentions(said, s) or mentions(said, _COMPANIES.get(s, s))}
+    named = {s for s in stocks if mentions(said, s) or mentions(said, COMPANIES.get(s, s))}
     shown = {s for _, c in calls_of(task) for s in scalars(c.arguments) if isinstance(s, str)}
     # A symbol that its company's name spells is said with it; another one would not be.
-    spelled = {s for s, name in _COMPANIES.items() if s.lower() in name.lower().split()}
-    partners = [s for s in stocks if s in _COMPANIES and s not in named | shown | spelled
+    spelled = {s for s, name in COMPANIES.items() if s.lower() in name.lower().split()}
+    partners = [s for s in stocks if s in COMPANIES and s not in named | shown | spelled
                 and s not in fixed]
     rng.shuffle(partners)
     out: dict[str, str] = {}
     for old in sorted(named):
         if old in fixed or old in spelled and not mentions(said, old):
             continue
-        if old in _COMPANIES and partners:
+        if old in COMPANIES and partners:
             new = partners.pop()
-            out |= {old: new, new: old, _COMPANIES[old]: _COMPANIES[new],
-                    _COMPANIES[new]: _COMPANIES[old]}
-        elif old not in _COMPANIES:
+            out |= {old: new, new: old, COMPANIES[old]: COMPANIES[new],
+                    COMPANIES[new]: COMPANIES[old]}
+        elif old not in COMPANIES:
             new = "".join(rng.choice(s) for s in ("BDKMRTVZ", "AEIOU", "LNRSXZ", "AEIOUXY"))
             if new not in stocks and new not in out.values():
                 out[old] = new
@@ -269,7 +269,7 @@ def dates(task: Task, rng: random.Random) -> dict[str, str]:
     return out
 
 
-_CITIES = {
+CITIES = {
     "RMS": "Rivermist", "SBK": "Stonebrook", "MPC": "Maplecrest", "SVP": "Silverpine",
     "SHD": "Shadowridge", "SSV": "Sunset Valley", "OKD": "Oakendale", "WLB": "Willowbend",
     "CRH": "Crescent Hollow", "ATV": "Autumnville", "PHV": "Pinehaven", "GFD": "Greenfield",
@@ -297,18 +297,18 @@ def places(task: Task, rng: random.Random) -> dict[str, str]:
     said = "\n".join(turn.user for turn in task.turns)
     routes = {(c.arguments.get("travel_from"), c.arguments.get("travel_to"))
               for _, c in calls_of(task) if "travel_from" in c.arguments}
-    used = sorted({code for route in routes for code in route if code in _CITIES})
-    if not routes or any(code not in _CITIES for route in routes for code in route):
+    used = sorted({code for route in routes for code in route if code in CITIES})
+    if not routes or any(code not in CITIES for route in routes for code in route):
         return {}
-    if not all(mentions(said, code) or mentions(said, _CITIES[code]) for code in used):
+    if not all(mentions(said, code) or mentions(said, CITIES[code]) for code in used):
         return {}
     if any(mentions(said, alias) for alias in ("LA", "NYC", "SF")):
         return {}
     for _ in range(40):
-        fresh = dict(zip(used, rng.sample(sorted(_CITIES), len(used)), strict=True))
+        fresh = dict(zip(used, rng.sample(sorted(CITIES), len(used)), strict=True))
         apart = all(old != new for old, new in fresh.items())
         if apart and all(_has_route(fresh[a], fresh[b]) for a, b in routes):
-            return fresh | {_CITIES[old]: _CITIES[new] for old, new in fresh.items()}
+            return fresh | {CITIES[old]: CITIES[new] for old, new in fresh.items()}
     return {}
 
 

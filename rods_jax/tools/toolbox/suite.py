@@ -6,11 +6,12 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from rods_jax.tools.env import Environment
+from rods_jax.tools.env import Environment, Name
 from rods_jax.tools.hints import HintedEnv
 from rods_jax.tools.scoring import Mode, Scoring
 from rods_jax.tools.toolbox import phrases
 from rods_jax.tools.toolbox.augment import augment_task, can_be_cluttered
+from rods_jax.tools.toolbox.entities import is_entity
 from rods_jax.tools.toolbox.env import SCORING, ToolboxEnv, ToolboxWorld
 from rods_jax.tools.toolbox.generator import SPLIT_SIZES, slots_of_shapes
 from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, TOOLS, tool_names
@@ -18,7 +19,7 @@ from rods_jax.tools.toolbox.hints import toolbox_hint
 from rods_jax.tools.toolbox.planner import Slot, make_plan
 from rods_jax.tools.toolbox.repair import repair_plan
 from rods_jax.tools.toolbox.splits import split, wordings
-from rods_jax.tools.toolbox.structure import call_shapes, depth, pointed
+from rods_jax.tools.toolbox.structure import call_shapes, depth, pointed, words_of
 from rods_jax.tools.toolbox.writer import write_turns
 from rods_jax.tools.twin import GoldRuns
 from rods_jax.types import Category, Plan, Task, ToolSpec
@@ -92,6 +93,10 @@ class ToolboxSuite:
         """After feedback the wording is plain: one clause a call, values said again."""
         del results  # references are by noun, so the values found are not said
         return write_turns(plan, rng, plain=bool(feedback))
+
+    def names_in(self, text: str) -> tuple[Name, ...]:
+        """Every word that is spelled as an entity, amounts included."""
+        return tuple(Name(word) for word in words_of(text) if is_entity(word))
 
     def augment(self, task: Task, category: str, rng: random.Random) -> Task | None:
         return augment_task(task, Category(category), rng)

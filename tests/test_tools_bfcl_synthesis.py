@@ -78,14 +78,17 @@ def test_every_base_task_has_a_variant_that_scores_one(variants):
 
 
 def test_structure_is_kept_and_entities_change(variants):
-    changed = 0
+    changed = other = 0
     for seed, plan, task in variants:
-        shape = [[c.name for c in turn.gold] for turn in seed.turns]
-        assert [[c.name for c in turn.gold] for turn in task.turns] == shape
+        assert [len(turn.gold) for turn in task.turns] == [len(turn.gold) for turn in seed.turns]
+        names = [[c.name for t in x.turns for c in t.gold] for x in (seed, task)]
+        assert sum(a != b for a, b in zip(*names)) <= 1  # one request may become another
+        other += names[0] != names[1]
         old, new = ([c for t in x.turns for c in t.gold] for x in (seed, task))
         assert plan.initial_config != seed.initial_config or old != new
         changed += old != new
-    assert changed >= 150  # measured: 167; the others vary state and wording
+    assert changed >= 180  # measured: 189; the others vary state and wording
+    assert other >= 35
 
 
 def test_dropping_a_gold_call_fails(variants):

@@ -8,6 +8,7 @@ returns a piece of a Swaps table and draws from `rng` alone.
 from __future__ import annotations
 
 import datetime
+import functools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ FREE_NUMBERS = frozenset({
     "amount", "fuelAmount", "liter", "gallon", "temperature", "budget_limit", "insurance_cost",
     "distanceToNextVehicle", "speed", "value", "a", "b", "number", "distance", "fanSpeed", "price",
 })
+TANK = 50.0  # gallons that a tank holds
 _CONDITION = re.compile(
     r"\b(above|below|under|over|exceed\w*|less|more than|at least|greater|higher|lower|enough"
     r"|full|half|double|twice|percent)\b|%", re.IGNORECASE)
@@ -312,7 +314,63 @@ def places(task: Task, rng: random.Random) -> dict[str, str]:
     return {}
 
 
+@functools.cache
+def _roads() -> tuple[dict[str, str], frozenset[tuple[str, str]]]:
+    """Zip codes of the cities that the car's map knows, and the pairs it has a distance for."""
+    car = tool_class("VehicleControlAPI")()
+    car._load_scenario({}, long_context=False)
+    codes = {city: car.get_zipcode_based_on_city(city)["zipcode"] for city in CITIES.values()}
+    codes = {city: code for city, code in codes.items() if code.strip("0")}
+    pairs = {(a, b) for a in codes for b in codes if a != b
+             and "distance" in car.estimate_distance(codes[a], codes[b])}
+    return codes, frozenset(pairs)
+
+
+def towns(task: Task, rng: random.Random) -> dict[str, str]:
+    """Cities of a drive for others with a known distance, and their zip codes; only where the
+    user says every one of them and no flight knows them too."""
+    said = "\n".join(turn.user for turn in task.turns)
+    if "VehicleControlAPI" not in task.domains or "TravelAPI" in task.domains or re.search(
+            r"\b(?:thousand|hundred)\b|\d+ (?:km|kilometers|miles)\b", said):
+        return {}
+    codes, pairs = _roads()
+    city_of = {code: city for city, code in codes.items()}
+    used = {str(c.arguments["city"]) for _, c in calls_of(task)
+            if c.name == "get_zipcode_based_on_city"}
+    driven = {(city_of.get(str(c.arguments["cityA"])), city_of.get(str(c.arguments["cityB"])))
+              for _, c in calls_of(task) if c.name == "estimate_distance"}
+    used |= {city for pair in driven for city in pair if city in used or mentions(said, city or "")}
+    if not used or not driven or not all(city in codes and mentions(said, city) for city in used):
+        return {}
+    for _ in range(60):
+        fresh = dict(zip(sorted(used), rng.sample(sorted(codes), len(used)), strict=True))
+        apart = all(old != new for old, new in fresh.items())
+        if apart and all((fresh.get(a), fresh.get(b)) in pairs for a, b in driven):
+            return fresh | {codes[old]: codes[new] for old, new in fresh.items()}
+    return {}
+
+
 # ------------------------------------------------------------------------------- numbers
+
+
+def fuel(task: Task, outputs: Sequence[Json], rng: random.Random) -> tuple[float, float] | None:
+    """(old, new) amount that fills the tank to the brim, where nobody says or shows it and it
+    follows from the fuel that is left; None elsewhere."""
+    level = task.initial_config.get("VehicleControlAPI", {}).get("fuelLevel")
+    amounts = [(turn, c.arguments.get("fuelAmount")) for turn, c in calls_of(task)
+               if c.name == "fillFuelTank"]
+    unsaid = unsaid_numbers(task, outputs)
+    said = "\n".join(turn.user for turn in task.turns)
+    if len(amounts) != 1 or not _number(level) or level in unsaid or mentions(said, level):
+        return None
+    old = amounts[0][1]
+    if not _number(old) or old + level != TANK or old not in unsaid or mentions(said, old):
+        return None
+    if sum(v == old for _, c in calls_of(task) for v in _numbers_in(c.arguments)) != 1:
+        return None
+    step = 1 if isinstance(old, int) else 0.5
+    new = rng.choice([n * step for n in range(int(15 / step), int(46 / step)) if n * step != old])
+    return float(old), float(new)
 
 
 def _nearby(value: float, name: str, rng: random.Random) -> float:

@@ -1,7 +1,8 @@
 """Stage I for BFCL (paper section 2): a variant with the call structure of a base task, and
 other people, files, amounts, routes, dates, ids and prices.
 
-There is no language model. Values are swapped consistently in config, gold calls and texts
+There is no language model. One request may turn into another of its shape (bfcl_functions).
+Values are swapped consistently in config, gold calls and texts
 (bfcl_swaps, bfcl_entities); id counters, prices and the random seeds of the classes change
 too, so what a call returns is new, and where the gold passes such a value on, the plan holds
 a Ref to the earlier result. Every plan has been executed here before it is handed out: it
@@ -19,25 +20,28 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rods_jax.tools import bfcl_entities as entities
+from rods_jax.tools.bfcl_functions import with_other_functions
 from rods_jax.tools.bfcl_sandbox import Sandbox
 from rods_jax.tools.bfcl_swaps import NUMBER, Swaps, map_config, mentions, scalars, token_value
 from rods_jax.types import Json, Plan, PlannedCall, Ref, Task, ToolCall
 
 Path = tuple[str | int, ...]
+OTHER_FUNCTIONS_SHARE = 0.7  # of variants that first try another function than the seed's
 
 KINDS = ("places", "dates", "numbers", "prices", "paths", "counters", "credentials", "words",
-         "names", "symbols", "destinations", "vehicle")
+         "names", "symbols", "destinations", "vehicle", "towns", "fuel")
 # Kinds that change, attempt by attempt: everything first, then without what is most often
 # to blame, at last words, names and random seeds alone.
+_MOST = ("places", "dates", "numbers", "prices", "towns", "fuel")
 _ATTEMPTS: tuple[frozenset[str], ...] = tuple(frozenset(KINDS) - set(drop) for drop in (
-    (), (), ("places",), ("numbers", "prices"), ("places", "dates", "numbers", "prices"),
-    ("places", "dates", "numbers", "prices", "paths"),
-    ("places", "dates", "numbers", "prices", "symbols"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols"),
-    ("places", "dates", "numbers", "prices", "counters", "symbols", "words"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols", "credentials"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols", "credentials",
-     "names"),
+    (), (), (), ("places", "towns"), ("numbers", "prices", "fuel"), ("places", "numbers", "prices"),
+    ("places", "dates", "numbers", "prices"), _MOST,
+    (*_MOST, "paths"),
+    (*_MOST, "symbols"),
+    (*_MOST, "paths", "counters", "symbols"),
+    (*_MOST, "counters", "symbols", "words"),
+    (*_MOST, "paths", "counters", "symbols", "credentials"),
+    (*_MOST, "paths", "counters", "symbols", "credentials", "names"),
 ))
 
 
@@ -113,15 +117,18 @@ def _swaps(task: Task, outputs: Sequence[Json], kinds: frozenset[str],
     exact |= pick("destinations", lambda: entities.destinations(task, rng), {})
     exact |= pick("symbols", lambda: entities.symbols(task, rng), {})
     exact |= pick("places", lambda: entities.places(task, rng), {})
+    exact |= pick("towns", lambda: entities.towns(task, rng), {})
     words = pick("words", lambda: entities.words(task, rng), {})
     words = {old: new for old, new in words.items() if old not in {b.lower() for b in bare}}
     words |= pick("names", lambda: entities.names(task, rng), {})
+    tank = pick("fuel", lambda: entities.fuel(task, outputs, rng), None)
     # An exact swap wins over the words inside it, so those are swapped in its new form.
     by_word = Swaps(words=words)
     exact = {old: by_word.data(new) for old, new in exact.items()}
     return Swaps(words=words, exact=exact, names=bare,
                  dates=pick("dates", lambda: entities.dates(task, rng), {}),
-                 numbers=pick("numbers", lambda: entities.numbers(task, outputs, rng), {}))
+                 numbers=pick("numbers", lambda: entities.numbers(task, outputs, rng), {})
+                 | ({} if tank is None else {tank[0]: tank[1]}))
 
 
 def _shift_counters(config: dict[str, dict[str, Json]], texts: str, kept: frozenset[float],
@@ -165,6 +172,16 @@ def _shift_vehicle(task: Task, config: dict[str, dict[str, Json]], kept: frozens
             car[name] = float(rng.randint(28, 36))
 
 
+def _fill_differently(task: Task, config: dict[str, dict[str, Json]], swaps: Swaps) -> None:
+    """The fuel that is left, where another amount fills the tank now."""
+    car = config.get("VehicleControlAPI", {})
+    for _, call in entities.calls_of(task):
+        old = call.arguments.get("fuelAmount")
+        if call.name == "fillFuelTank" and old in swaps.numbers and (
+                old + car.get("fuelLevel", 0.0) == entities.TANK):
+            car["fuelLevel"] = entities.TANK - swaps.numbers[old]
+
+
 def _config(task: Task, swaps: Swaps, outputs: Sequence[Json], kinds: frozenset[str],
             rng: random.Random) -> dict[str, dict[str, Json]]:
     config = copy.deepcopy(map_config(task.initial_config, swaps))
@@ -175,6 +192,8 @@ def _config(task: Task, swaps: Swaps, outputs: Sequence[Json], kinds: frozenset[
     computed = entities.spoken_numbers(task, outputs) is None
     if "prices" in kinds and not computed and not entities.conditions(task):
         _shift_prices(config, texts, rng)
+    if "fuel" in kinds:
+        _fill_differently(task, config, swaps)
     if "vehicle" in kinds:
         _shift_vehicle(task, config, kept, rng)
     for domain in ("TravelAPI", "MessageAPI", "TradingBot", "VehicleControlAPI"):
@@ -347,12 +366,20 @@ def _attempt(seed: Task, outputs: list[Json], kinds: frozenset[str], parent: str
     return Plan(seed.domains, config, tuple(tuple(turn) for turn in planned), parent, narrative)
 
 
+def _outputs(task: Task) -> list[Json]:
+    sandbox = Sandbox(task.domains, task.initial_config, False)
+    return [parse_result(sandbox.call(c).text) for turn in task.turns for c in turn.gold]
+
+
 def plan(seed: Task, parent: str, rng: random.Random) -> Plan:
     """A plan after the structure of `seed`, a task in BASE form; `parent` is the uid it is
     booked on. ValueError where no attempt gives other texts that still work."""
     seed = _filled(seed)
-    sandbox = Sandbox(seed.domains, seed.initial_config, False)
-    outputs = [parse_result(sandbox.call(c).text) for turn in seed.turns for c in turn.gold]
+    outputs = _outputs(seed)
+    if rng.random() < OTHER_FUNCTIONS_SHARE:
+        other = with_other_functions(seed, outputs, rng)
+        if other is not None:
+            seed, outputs = other, _outputs(other)
     for kinds in _ATTEMPTS:
         made = _attempt(seed, outputs, kinds, parent, rng)
         if made is not None:

@@ -22,11 +22,8 @@ def test_a_call_that_is_not_needed_and_gold_that_fails_are_counted():
     idle = [task for task, i in zip(looked, last)  # a look-up made twice
             if score(suite, task) == score(suite, task, drop=i) == 1.0]
     assert idle and synthesis_study._played(suite, idle)[:2] == (0, len(idle))
-    task = tasks[0]
-    (call, *rest) = task.turns[0].gold
-    wrong = dataclasses.replace(call, arguments={**call.arguments, "no_such_argument": 1})
-    assert synthesis_study._played(
-        suite, [with_turn(task, 0, gold=(wrong, *rest))])[0] == 1
+    hidden = with_turn(tasks[0], 0, tools=())
+    assert tasks[0].turns[0].gold and synthesis_study._played(suite, [hidden])[0] == 1
 
 
 def test_leaks_are_found_in_every_form():

@@ -30,7 +30,9 @@ let's|let us
 """.strip().splitlines())
 _GREETINGS = ("Hello. ", "Hi there. ", "Good morning. ", "Good evening. ", "A small request. ")
 # No number words here: "one" would be a source for a 1 that nobody gave.
-_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ")
+_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ",
+             "Fine. ", "Very well. ", "Moving on. ")
+_CLOSINGS = ("", "", "", "", "", " Thanks.", " Thank you.", " Thanks in advance.", " Much obliged.")
 
 
 def _protected(text: str, literals: Sequence[str]) -> list[tuple[str, bool]]:
@@ -85,5 +87,6 @@ def write(plan: Plan, results: Sequence[Mapping], rng: random.Random,
     for i, text in enumerate(texts):
         pieces = [_reworded(p, rng) if free else p for p, free in _protected(text, literals)]
         opening = rng.choice(_OPENINGS if i else first)
-        out.append(opening + "".join(pieces))
+        said = opening + "".join(pieces)
+        out.append(said + (rng.choice(_CLOSINGS) if said.endswith((".", "!", "?")) else ""))
     return tuple(out)

@@ -92,7 +92,7 @@ class ToolboxSuite:
               feedback: str = "") -> tuple[str, ...]:
         """After feedback the wording is plain: one clause a call, values said again."""
         del results  # references are by noun, so the values found are not said
-        return write_turns(plan, rng, plain=bool(feedback))
+        return write_turns(plan, rng, plain=bool(feedback), varied=True)
 
     def names_in(self, text: str) -> tuple[Name, ...]:
         """Every word that is spelled as an entity, amounts included."""

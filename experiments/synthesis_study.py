@@ -15,19 +15,21 @@ import collections
 import dataclasses
 import json
 import pathlib
+import random
 from collections.abc import Iterable, Mapping, Sequence
 
 from experiments import synthesize
 from experiments.docs_block import write_block
 from rods_jax.config import UserError, run_main, write_json
+from rods_jax.synthesis.execute import Executed, ExecuteFailure, run_plan
 from rods_jax.synthesis.outcome import Candidate, Funnel, Outcome, Stage, outcome_from_json
-from rods_jax.tasks.fingerprint import Fingerprint, fingerprint
+from rods_jax.tasks.fingerprint import Fingerprint, fingerprint, masked_words
 from rods_jax.tasks.leakage import root_scenario
 from rods_jax.tasks.profile import base_form
 from rods_jax.tasks.trace import scalars
 from rods_jax.tools.env import Suite
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
-from rods_jax.types import Json, Task
+from rods_jax.types import Category, Json, Task, Turn
 
 FORMS = tuple(field.name for field in dataclasses.fields(Fingerprint))
 # Gold arguments by the kind of thing that they name; what is in no row is "other".
@@ -45,6 +47,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
             "payment", "trip", "hold", "card_id", "access_token", "pin", "passport_number",
             "password"),
 }
+WRITTEN = 32
+PLANS = 100  # of each suite, that are written WRITTEN times
 _KIND_OF = {argument: kind for kind, arguments in KINDS.items() for argument in arguments}
 
 
@@ -68,6 +72,8 @@ class Study:
     other_values: Mapping[str, tuple[float, int]]  # by kind: share not in the seed, values
     booking_ids: tuple[int, int]  # distinct, all, of bookings that a variant makes
     wordings: float  # distinct masked texts per variant
+    wordings_of_plan: Mapping[str, tuple[float, int, int]]  # of WRITTEN texts of one plan, by its
+    # number of calls: distinct masked ones (mean, least), plans
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,7 +129,8 @@ def study(name: str, count: int, more: int, workers: int, seed: int,
         other_functions=_share(_names(c.task) != _names(seeds[c.seed]) for c in made),
         other_state=_share(c.task.initial_config != seeds[c.seed].initial_config for c in made),
         other_values=_other_values(made, seeds), booking_ids=(len(set(ids)), len(ids)),
-        wordings=len({fingerprint(c.task).masked for c in made}) / max(len(made), 1))
+        wordings=len({fingerprint(c.task).masked for c in made}) / max(len(made), 1),
+        wordings_of_plan=_wordings_of_plan(suite, seed))
 
 
 def _make(name: str, count: int, more: int, workers: int, seed: int,
@@ -258,6 +265,26 @@ def _booking_ids(tasks: Iterable[Task]) -> list[str]:
     return found
 
 
+def _wordings_of_plan(suite: Suite, seed: int) -> dict[str, tuple[float, int, int]]:
+    seeds = suite.split("train")
+    distinct = collections.defaultdict(list)
+    for task in seeds[::max(len(seeds) // PLANS, 1)]:
+        rng = random.Random(f"{seed}-{task.uid}")
+        run = run_plan(suite.plan(task, rng), suite)
+        if isinstance(run, ExecuteFailure):
+            continue
+        texts = {tuple(masked_words(_told(run, suite.write(run.plan, run.result_objects(), rng))))
+                 for _ in range(WRITTEN)}
+        n = sum(map(len, run.calls))
+        distinct[str(n) if n < 5 else "5 and more"].append(len(texts))
+    return {n: (sum(row) / len(row), min(row), len(row)) for n, row in sorted(distinct.items())}
+
+
+def _told(run: Executed, texts: Sequence[str]) -> Task:
+    turns = tuple(Turn(text, calls, ()) for text, calls in zip(texts, run.calls, strict=True))
+    return Task("told", run.plan.domains, Category.BASE, run.plan.initial_config, turns, "told")
+
+
 # ---------------------------------------------------------------- output
 
 
@@ -300,6 +327,10 @@ def _variety(s: Study) -> str:
     if s.booking_ids[1]:
         lines.append("| first booking made | {} ids in {} variants |".format(*s.booking_ids))
     lines.append(f"| wordings, entities masked | {s.wordings:.3f} distinct a variant |")
+    lines += ["", f"| calls of a plan | plans | distinct among {WRITTEN} wordings of it, entities "
+              "masked: mean | least |", "|---|---|---|---|"]
+    lines += [f"| {n} | {plans} | {mean:.1f} | {least} |"
+              for n, (mean, least, plans) in s.wordings_of_plan.items()]
     return "\n".join(lines)
 
 

@@ -63,7 +63,8 @@ class Study:
     gold_fails: int  # accepted variants that their own gold does not score 1.0
     idle_calls: int  # gold calls without which an accepted variant still scores 1.0
     calls: int  # gold calls of the accepted variants
-    functions: Mapping[str, int]  # accepted variants that use it; 0 where only a seed does
+    functions: Mapping[str, int]  # of gold traces: accepted variants that use each
+    more_functions: Mapping[str, int]  # the same of functions that no gold trace uses
     held_in_only: tuple[str, ...]  # functions of gold that no training seed uses
     n_leaks: int  # variants looked at for leakage
     leaks: Mapping[str, int]  # equal to a held-in task, by form; "sibling" by its scenario
@@ -119,13 +120,16 @@ def study(name: str, count: int, more: int, workers: int, seed: int,
     made = every[:count]
     seeds = {task.uid: task for task in suite.split("train")}
     gold_fails, idle_calls, calls = _played(suite, [c.task for c in made])
-    own, ids = _functions(suite, [c.task for c in made]), _booking_ids(c.task for c in made)
+    used = collections.Counter(name for c in made for name in set(_names(c.task)))
+    known, ids = _gold_functions(suite), _booking_ids(c.task for c in made)
     leaks = _leaks(suite, [c.task for c in every])
     return Study(
         suite=name, funnel=funnel, accepted_per_s=per_s,
         exact=_share(c.distance == 0 for c in made),
         gold_fails=gold_fails, idle_calls=idle_calls, calls=calls,
-        functions=own, held_in_only=_held_in_only(suite), n_leaks=len(every), leaks=leaks,
+        functions={name: used[name] for name in known},
+        more_functions={name: used[name] for name in sorted(set(used) - set(known))},
+        held_in_only=_held_in_only(suite), n_leaks=len(every), leaks=leaks,
         other_functions=_share(_names(c.task) != _names(seeds[c.seed]) for c in made),
         other_state=_share(c.task.initial_config != seeds[c.seed].initial_config for c in made),
         other_values=_other_values(made, seeds), booking_ids=(len(set(ids)), len(ids)),
@@ -202,11 +206,9 @@ def _all_gold(suite: Suite) -> dict[str, list[Task]]:
     return {name: list(suite.split(name)) for name in suite.split_names}
 
 
-def _functions(suite: Suite, tasks: Sequence[Task]) -> dict[str, int]:
-    known = {name: 0 for split in _all_gold(suite).values() for task in split
-             for name in _names(task)}
-    used = collections.Counter(name for task in tasks for name in set(_names(task)))
-    return dict(sorted((known | used).items()))
+def _gold_functions(suite: Suite) -> list[str]:
+    return sorted({name for split in _all_gold(suite).values() for task in split
+                   for name in _names(task)})
 
 
 def _held_in_only(suite: Suite) -> tuple[str, ...]:
@@ -340,6 +342,9 @@ def _coverage(s: Study) -> str:
     without = [name for name, n in s.functions.items() if not n]
     text = (f"Functions: {used} of the {len(s.functions)} that gold traces use have an accepted "
             f"variant (variants a function): {row}.")
+    if s.more_functions:
+        text += (f" Besides, {len(s.more_functions)} that no gold trace uses: "
+                 + ", ".join(f"{name} {n}" for name, n in s.more_functions.items()) + ".")
     if without:
         text += (f" Without one: {', '.join(without)}"
                  + ("; no training seed uses them." if set(without) <= set(s.held_in_only)

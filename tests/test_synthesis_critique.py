@@ -331,8 +331,8 @@ def test_every_call_in_every_form_is_code_anywhere_in_a_text(data, before, after
     form = data.draw(st.sampled_from([f for f in CODE if "_" in spec.name or f not in (
         "bare name", "capitals", "hyphens")]))
     text = f"{before} {CODE[form](spec.name, arguments)} {after}"
-    assert code_in(text, specs, ()) is not None
-    assert code_in(before, specs, ()) is None
+    spelled, plain = code_in([text, before], specs, ())
+    assert spelled is not None and plain is None
 
 
 @pytest.mark.parametrize("text, code", [
@@ -348,4 +348,4 @@ def test_code_and_what_only_looks_like_it(text, code):
     suite = suite_of("bfcl")
     specs = suite.tools(suite.domains)
     calls = [ToolCall("echo", {"content": "cat(x)"}), ToolCall("grep", {"pattern": "cat"})]
-    assert code_in(text, specs, calls) == code
+    assert code_in([text], specs, calls) == [code]

@@ -130,8 +130,9 @@ def _sources(task: Task, traces: Sequence[ValueTrace],
 def _texts(task: Task, specs: Sequence[ToolSpec]) -> list[Remark]:
     calls = [call for turn in task.turns for call in turn.gold]
     remarks = []
-    for t, turn in enumerate(task.turns):
-        if (found := code_in(turn.user, specs, calls)) is not None:
+    code = code_in([turn.user for turn in task.turns], specs, calls)
+    for t, (turn, found) in enumerate(zip(task.turns, code)):
+        if found is not None:
             remarks.append(Remark(CritiqueReason.CODE_IN_TEXT,
                                   f"turn {t}: say in words what {found!r} does"))
         brings_tools = t > 0 and set(turn.tools) != set(task.turns[t - 1].tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -16,6 +17,8 @@ _FILE = (r"[\w-]+\.(?:txt|pdf|csv|tsv|docx?|md|json|ya?ml|xml|html?|log|py|js|sh
 _HANDLE = r"(?<![\w.])@\w+"
 _ID = r"\b[A-Za-z]{2,}[-_]?\d{3,}\b"  # "USR001", "bk-1234"
 _NAME = re.compile("|".join((_FILE, _HANDLE, _ID)))
+_JOINED = re.compile(r"[A-Za-z]+(?:[_-][A-Za-z]+)+")
+_BRACKET, _ASSIGNS = re.compile(r"[(\[{]"), re.compile(r"[=:]")
 _CAMEL = re.compile(r"[a-z][A-Z]")
 _JSON = re.compile(r"\{\s*[\"'“]\w+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'”]\s*[,\]]")
 
@@ -23,8 +26,9 @@ _JSON = re.compile(r"\{\s*[\"'“]\w+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'�
 # ---------------------------------------------------------------- code
 
 
-def code_in(text: str, specs: Sequence[ToolSpec], calls: Iterable[ToolCall]) -> str | None:
-    """The first piece of the text that spells a call in code form, or None.
+def code_in(texts: Sequence[str], specs: Sequence[ToolSpec],
+            calls: Iterable[ToolCall]) -> list[str | None]:
+    """For each text the first piece that spells a call in code form, or None.
 
     Code is: a function name that is no plain word, in whatever case, also with hyphens; any
     function name before a bracket, also spelled with spaces; an argument name with "=" or as a
@@ -33,12 +37,54 @@ def code_in(text: str, specs: Sequence[ToolSpec], calls: Iterable[ToolCall]) -> 
     names, arguments = [spec.name for spec in specs], set()
     for spec in specs:
         arguments |= set(spec.parameters.get("properties", {}))
-    for value in _dictated(calls, names):
-        if value in text:
-            text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", " ", text)
-    pattern = _code_pattern(tuple(names), tuple(sorted(arguments)))
-    found = (pattern.search(text) if pattern else None) or _JSON.search(text)
-    return found.group(0) if found else None
+    code = _code(tuple(names), tuple(sorted(arguments)))
+    dictated = _dictated(calls, names)
+    found = []
+    for text in texts:
+        for value in dictated:
+            if value in text:
+                text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", " ", text)
+        found.append(code.first_in(text))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Code:
+    """The code forms of a set of functions. `joined`: names of several parts, between "_"."""
+
+    joined: tuple[str, ...]
+    camel: re.Pattern[str]
+    before_bracket: re.Pattern[str]
+    argument: re.Pattern[str]
+
+    def first_in(self, text: str) -> str | None:
+        # Most texts hold none of the marks, so that little is searched.
+        for match in _JOINED.finditer(text):
+            token = f"_{match.group().lower().replace('-', '_')}_"
+            if any(name in token for name in self.joined):
+                return match.group()
+        for mark, pattern in ((_CAMEL, self.camel), (_BRACKET, self.before_bracket),
+                              (_ASSIGNS, self.argument), (_BRACKET, _JSON)):
+            if mark.search(text) and (found := pattern.search(text)):
+                return found.group()
+        return None
+
+
+@functools.lru_cache(maxsize=256)
+def _code(names: tuple[str, ...], arguments: tuple[str, ...]) -> _Code:
+    joined, camel, bracket = [], [], []
+    for name in sorted(names, key=len, reverse=True):
+        parts = [part for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name) if part]
+        if len(parts) > 1:
+            joined.append(f"_{'_'.join(parts).lower()}_")
+        if _CAMEL.search(name):
+            camel.append(rf"\b{re.escape(name)}\b")
+        bracket.append("[ _-]?".join(map(re.escape, parts)))
+    keys = "|".join(map(re.escape, arguments)) or "(?!)"
+    return _Code(
+        tuple(joined), re.compile("|".join(camel) or "(?!)"),
+        re.compile(rf"\b(?:{'|'.join(bracket) or '(?!)'})\s?\(", re.IGNORECASE),
+        re.compile(rf"(?<![\w-])(?:{keys})\s?=(?!=)|[\"'`“](?:{keys})[\"'`”]\s?:", re.IGNORECASE))
 
 
 def _dictated(calls: Iterable[ToolCall], names: Sequence[str]) -> list[str]:
@@ -48,22 +94,6 @@ def _dictated(calls: Iterable[ToolCall], names: Sequence[str]) -> list[str]:
     found = {value for call in calls for value in scalars(dict(call.arguments))
              if isinstance(value, str) and value and value.lower() not in plain}
     return sorted(found, key=len, reverse=True)
-
-
-@functools.lru_cache(maxsize=256)
-def _code_pattern(names: tuple[str, ...], arguments: tuple[str, ...]) -> re.Pattern[str] | None:
-    forms = []
-    for name in sorted(names, key=len, reverse=True):
-        parts = [re.escape(part) for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name) if part]
-        if len(parts) > 1:
-            forms.append(rf"\b{'[_-]'.join(parts)}\b")
-        if _CAMEL.search(name):
-            forms.append(rf"(?-i:\b{re.escape(name)}\b)")
-        forms.append(rf"\b{'[ _-]?'.join(parts)}\s?\(")
-    for argument in arguments:
-        forms.append(rf"(?<![\w-]){re.escape(argument)}\s?=(?!=)")
-        forms.append(rf"[\"'`“]{re.escape(argument)}[\"'`”]\s?:")
-    return re.compile("|".join(forms), re.IGNORECASE) if forms else None
 
 
 # ---------------------------------------------------------------- names

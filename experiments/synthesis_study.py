@@ -89,8 +89,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                         "among them, the rest from the first suite; default %(default)s")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of all random draws")
-    parser.add_argument("--dir", type=pathlib.Path, default=pathlib.Path("synthesis_study"),
-                        help="keeps the variants; default %(default)s")
+    parser.add_argument("--dir", type=pathlib.Path, default=pathlib.Path("runs/synthesis_study"),
+                        help="keeps the variants; another version of the program needs another "
+                        "one; default %(default)s")
     parser.add_argument("--out", metavar="FILE", help="page that takes the tables")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = parser.parse_args(argv)

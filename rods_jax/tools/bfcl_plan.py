@@ -324,6 +324,14 @@ def _mentions_of_outputs(texts: Sequence[str], turn_of: Sequence[int],
     return out
 
 
+def _quoted_early(texts: Sequence[str], turn_of: Sequence[int], trace: _Trace) -> bool:
+    """Whether a user text quotes a figure before the call that returns it, and the variant's
+    call returns another one: the text would be wrong."""
+    return any(isinstance(old, (int, float)) and not isinstance(old, bool) and abs(old) >= 50
+               and mentions("\n".join(texts[:turn_of[i] + 1]), old)
+               for i, _, old, _ in trace.changed())
+
+
 def _same_data(seed: Task, config: Mapping[str, Mapping[str, Json]]) -> bool:
     """Whether only random seeds differ from the seed's config."""
     return all({k: v for k, v in attributes.items() if k != "random_seed"}
@@ -353,6 +361,8 @@ def _attempt(seed: Task, outputs: list[Json], kinds: frozenset[str], parent: str
             trace.new.append(value)
             turn_of.append(t)
     same_texts = texts == [t.user for t in seed.turns]
+    if _quoted_early(texts, turn_of, trace):
+        return None
     if not _said_in_time(seed, planned, texts) or same_texts and _same_data(seed, config):
         return None
     narrative = {

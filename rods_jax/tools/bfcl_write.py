@@ -88,5 +88,6 @@ def write(plan: Plan, results: Sequence[Mapping], rng: random.Random,
         pieces = [_reworded(p, rng) if free else p for p, free in _protected(text, literals)]
         opening = rng.choice(_OPENINGS if i else first)
         said = opening + "".join(pieces)
-        out.append(said + (rng.choice(_CLOSINGS) if said.endswith((".", "!", "?")) else ""))
+        closed = said.endswith((".", "!", "?")) and "thank" not in said.lower()
+        out.append(said + (rng.choice(_CLOSINGS) if closed else ""))
     return tuple(out)

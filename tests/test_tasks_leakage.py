@@ -21,7 +21,7 @@ def test_case_spacing_id_and_sibling_are_refused():
     assert guard.refuse(sibling) is Leak.SCENARIO
     assert guard.counts == {Leak.CONTENT: 2, Leak.SCENARIO: 1}
     assert guard.to_json() == {"same_content": 2, "same_text": 0, "same_gold": 0,
-                               "same_scenario": 1}
+                               "same_masked_text": 0, "same_scenario": 1}
 
 
 @pytest.mark.parametrize("task, reason", [
@@ -52,6 +52,27 @@ def test_where_siblings_cross_only_variants_that_equal_a_held_in_task_are_refuse
     assert guard.leak(generated(flight(scenario="7~1.0"))) is Leak.CONTENT
     assert guard.leak(generated(flight("Fly me to LA", scenario="7~1.0"))) is Leak.GOLD
     assert crossing([flight()], [flight(), flight(scenario="8")]) == 0.5
+
+
+def test_other_entities_in_a_held_in_tasks_sentences_are_refused():
+    guard = HeldOutGuard([flight()])
+    variant = flight("Book a flight to JFK", uid="v", scenario="8~1.0", to="JFK")
+    assert guard.leak(variant) is None  # a seed of the split: the split is what it is
+    variant = dataclasses.replace(variant, source=Source.GENERATED)
+    assert guard.refuse(variant) is Leak.MASKED and guard.counts[Leak.MASKED] == 1
+    other_words = dataclasses.replace(variant, turns=(
+        dataclasses.replace(variant.turns[0], user="Book me a flight to JFK"),))
+    assert guard.leak(other_words) is None
+    crossing_guard = HeldOutGuard([flight()], siblings_cross=True)
+    assert crossing_guard.leak(variant) is Leak.MASKED
+    assert crossing_guard.leak(other_words) is None
+
+
+@pytest.mark.parametrize("category", ["miss_func", "long_context"])
+def test_a_withheld_function_does_not_hide_the_wording(category):
+    held_in = notes_task(5)
+    variant = notes_task(6, category, uid="v", scenario="x~1.0", source=Source.GENERATED)
+    assert HeldOutGuard([held_in]).leak(variant) is Leak.MASKED
 
 
 def test_empty_things_do_not_match():

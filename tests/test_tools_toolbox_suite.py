@@ -7,10 +7,13 @@ import random
 
 import pytest
 
+from rods_jax.tools.env import Name
 from rods_jax.tools.toolbox import ToolboxSuite, split
+from rods_jax.tools.toolbox.entities import is_entity
 from rods_jax.tools.toolbox.generator import is_sound, task_of_plan
 from rods_jax.tools.toolbox.graph import TOOLS
-from rods_jax.tools.toolbox.structure import call_shapes, gold_results, words_of
+from rods_jax.tools.toolbox.lexicon import lexicon
+from rods_jax.tools.toolbox.structure import call_shapes, gold_results, pointed, words_of
 from rods_jax.types import (CATEGORIES, Category, Plan, PlannedCall, Ref, Task, ToolCall, Turn)
 
 SUITE = ToolboxSuite()
@@ -69,6 +72,30 @@ def test_a_variant_keeps_the_flows_and_changes_tools_and_world():
         if seed.category in (Category.MISS_FUNC, Category.MISS_PARAM):
             assert len(variant.turns) == len(seed.turns)
     assert same_tools < 0.6 * calls
+
+
+def test_a_variant_points_at_as_many_earlier_values_as_its_seed():
+    rng, pointing = random.Random(2), 0
+    for seed in split("train")[:80]:
+        base = assemble(SUITE.plan(seed, rng), rng)
+        assert pointed(base) == pointed(seed), seed.uid
+        pointing += sum(pointed(seed))
+    assert pointing >= 10
+    tools = tuple(TOOLS)
+    pay = ToolCall("send_money", {"user": "@ada", "amount": 5})
+    again = ToolCall("request_money", {"user": "@ada", "amount": 7})
+    turns = (Turn("pay 5 to @ada", (pay,), tools), Turn("charge that person", (), tools),
+             Turn("make it 7", (again,), tools), Turn("charge @ada 7", (again,), tools))
+    assert pointed(Task("x", ("payments",), Category.BASE, {}, turns, "x")) == (0, 1, 0)
+
+
+def test_variants_use_no_word_that_a_reader_of_the_splits_does_not_know():
+    rng, words = random.Random(3), set(lexicon())
+    for seed in split("train")[:60]:
+        texts = SUITE.write(SUITE.plan(seed, rng), (), rng)
+        for word in (w for text in texts for w in words_of(text)):
+            assert word in words or is_entity(word), texts
+            assert not is_entity(word) or Name(word) in SUITE.names_in(" ".join(texts))
 
 
 def test_plans_are_a_function_of_the_generator_and_are_json():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rods_jax.synthesis.text_rules import code_in, unknown_names
 from rods_jax.tasks.profile import Profile, profile_of
 from rods_jax.tasks.replay import replay, result_json
 from rods_jax.tasks.trace import NO_SOURCE, ValueTrace, trace
@@ -24,8 +24,10 @@ class CritiqueReason(str, enum.Enum):
     NO_SOURCE = "argument_without_source"  # nobody said or returned the value
     CODE_IN_TEXT = "code_in_text"  # the user speaks in calls
     EMPTY_TEXT = "empty_text"  # a user turn says nothing although nothing else happens
+    UNKNOWN_NAME = "unknown_name"  # the text names a thing that is nowhere
     # what is withheld
     NOTHING_WITHHELD = "nothing_withheld"  # miss_*: the agent could act at once
+    UNEXPLAINED = "absence_unexplained"  # what is missing is not what the category withholds
     # the ground truth: dropped
     UNKNOWN_TOOL = "unknown_tool"  # gold uses a tool that is not visible in its turn
     GOLD_FAILS = "gold_fails"  # the gold calls do not score 1.0
@@ -35,7 +37,7 @@ class CritiqueReason(str, enum.Enum):
 
 
 TEXT_REASONS = frozenset({CritiqueReason.NO_SOURCE, CritiqueReason.CODE_IN_TEXT,
-                          CritiqueReason.EMPTY_TEXT})
+                          CritiqueReason.EMPTY_TEXT, CritiqueReason.UNKNOWN_NAME})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,9 @@ def critique(task: Task, suite: Suite, *, inherited: Mapping[tuple[str, str], in
     specs = suite.tools(task.domains)
     results = [result_json(result) for result in first.results]
     traces = trace(task, specs, results)
-    remarks = [*_sources(task, traces, inherited or {}), *_texts(task, specs)]
-    remarks += _withheld(task, specs, results)
+    remarks = [*_sources(task, traces, inherited or {}), *_texts(task, specs),
+               *_names(task, suite, results)]
+    remarks += _withheld(task, specs, results, traces)
     if not any(r.reason not in TEXT_REASONS for r in remarks):
         remarks += _needed(task, suite, gold_checked)
     return Verdict(tuple(remarks), profile_of(task, traces))
@@ -125,57 +128,64 @@ def _sources(task: Task, traces: Sequence[ValueTrace],
 
 
 def _texts(task: Task, specs: Sequence[ToolSpec]) -> list[Remark]:
-    names = sorted((spec.name for spec in specs), key=len, reverse=True)
-    if not names:
-        return []
-    # A name with an underscore is no English; a plain word must be followed by a bracket.
-    code = re.compile("|".join(
-        rf"\b{re.escape(n)}\b" if "_" in n else rf"\b{re.escape(n)}\s?\(" for n in names))
+    calls = [call for turn in task.turns for call in turn.gold]
     remarks = []
-    quoted = sorted({v for turn in task.turns for call in turn.gold
-                     for v in call.arguments.values() if isinstance(v, str) and v},
-                    key=len, reverse=True)
-    for t, turn in enumerate(task.turns):
-        text = turn.user
-        for value in quoted:  # what the user wants written down may look like code
-            text = text.replace(value, " ")
-        if found := code.search(text):
+    code = code_in([turn.user for turn in task.turns], specs, calls)
+    for t, (turn, found) in enumerate(zip(task.turns, code)):
+        if found is not None:
             remarks.append(Remark(CritiqueReason.CODE_IN_TEXT,
-                                  f"turn {t}: say in words what {found.group(0)!r} does"))
+                                  f"turn {t}: say in words what {found!r} does"))
         brings_tools = t > 0 and set(turn.tools) != set(task.turns[t - 1].tools)
         if not turn.user.strip() and not brings_tools:
             remarks.append(Remark(CritiqueReason.EMPTY_TEXT, f"turn {t}: say something"))
     return remarks
 
 
-def _withheld(task: Task, specs: Sequence[ToolSpec], results: Sequence) -> list[Remark]:
-    """A turn without gold calls must lack what the next one brings, and miss_* tasks
-    must have such a turn."""
-    if task.category not in (Category.MISS_FUNC, Category.MISS_PARAM):
-        return []
-    asking = [t for t, turn in enumerate(task.turns[:-1]) if not turn.gold]
-    if not asking:
-        return [Remark(CritiqueReason.NOTHING_WITHHELD, "no turn withholds anything")]
+def _names(task: Task, suite: Suite, results: Sequence) -> list[Remark]:
+    return [Remark(CritiqueReason.UNKNOWN_NAME,
+                   f"turn {t}: {name!r} does not exist, leave it out or name what does")
+            for t, name in unknown_names(task, suite, results)]
+
+
+def _withheld(task: Task, specs: Sequence[ToolSpec], results: Sequence,
+              traces: Sequence[ValueTrace]) -> list[Remark]:
+    """A miss_* task must have a turn in which the agent cannot act, and there lack just what
+    its category withholds: a function, or a value with all functions at hand."""
     remarks = []
+    if task.category is not Category.MISS_FUNC and len({t.tools for t in task.turns}) > 1:
+        remarks.append(Remark(CritiqueReason.UNEXPLAINED,
+                              f"a {task.category.value} task shows other functions later on"))
+    if task.category not in (Category.MISS_FUNC, Category.MISS_PARAM):
+        return remarks
+    asking = [t for t, turn in enumerate(task.turns) if not turn.gold]
+    if not asking:
+        return [*remarks, Remark(CritiqueReason.NOTHING_WITHHELD, "no turn withholds anything")]
     for t in asking:
-        gold = task.turns[t + 1].gold
+        gold = task.turns[t + 1].gold if t + 1 < len(task.turns) else ()
+        if not gold:
+            remarks.append(Remark(CritiqueReason.UNEXPLAINED,
+                                  f"turn {t}: what is missing here never comes"))
+            continue
         if task.category is Category.MISS_FUNC:
             withheld = any(call.name not in task.turns[t].tools for call in gold)
         else:
-            withheld = _lacks_value(task, t, specs, results)
+            withheld = _lacks_value(task, t, specs, results, traces)
         if not withheld:
             remarks.append(Remark(CritiqueReason.NOTHING_WITHHELD,
                                   f"turn {t}: the agent could already act"))
     return remarks
 
 
-def _lacks_value(task: Task, t: int, specs: Sequence[ToolSpec], results: Sequence) -> bool:
-    """Without the words of turn t + 1 some argument of its gold calls has no source."""
+def _lacks_value(task: Task, t: int, specs: Sequence[ToolSpec], results: Sequence,
+                 traces: Sequence[ValueTrace]) -> bool:
+    """Without the words of turn t + 1 more arguments of its gold calls have no source."""
     turns = list(task.turns[:t + 2])
     turns[t + 1] = dataclasses.replace(turns[t + 1], user="")
     cut = dataclasses.replace(task, turns=tuple(turns))
-    return any(v.turn == t + 1 and v.origin in NO_SOURCE
-               for v in trace(cut, specs, results))
+
+    def missing(values: Sequence[ValueTrace]) -> int:
+        return sum(v.turn == t + 1 and v.origin in NO_SOURCE for v in values)
+    return missing(trace(cut, specs, results)) > missing(traces)
 
 
 def _needed(task: Task, suite: Suite, gold_checked: bool) -> list[Remark]:

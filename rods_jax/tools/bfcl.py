@@ -14,11 +14,11 @@ import random
 from collections.abc import Mapping, Sequence
 
 from rods_jax.tasks.profile import base_form
-from rods_jax.tools import bfcl_augment, bfcl_data, bfcl_plan, bfcl_write
+from rods_jax.tools import bfcl_augment, bfcl_data, bfcl_names, bfcl_plan, bfcl_write
 from rods_jax.tools.bfcl_data import SUSPECT
 from rods_jax.tools.bfcl_env import BFCLEnv, gold_runs
 from rods_jax.tools.bfcl_hints import bfcl_hint
-from rods_jax.tools.env import Environment
+from rods_jax.tools.env import Environment, Name
 from rods_jax.tools.hints import HintedEnv
 from rods_jax.tools.scoring import Scoring
 from rods_jax.tools.suites import SplitRule
@@ -103,9 +103,13 @@ class BFCLSuite:
     # ------------------------------------------------------------ synthesis
 
     def _form(self, seed: Task) -> Task:
-        """The BASE form that a plan follows: the seed's own sibling, a variant's joined."""
+        """The BASE form that a plan follows: the seed's own sibling, whose text is in one piece,
+        where it has the same gold; else, as for a variant, the seed's turns joined."""
         sibling = self._base.get(seed.scenario) if seed.source is Source.SEED else None
-        return sibling or base_form(seed)
+        joined = base_form(seed)
+        if sibling is None or [t.gold for t in sibling.turns] != [t.gold for t in joined.turns]:
+            return joined
+        return sibling
 
     def plan(self, seed: Task, rng: random.Random) -> Plan:
         return bfcl_plan.plan(self._form(seed), seed.uid, rng)
@@ -116,6 +120,9 @@ class BFCLSuite:
     def write(self, plan: Plan, results: Sequence[Mapping], rng: random.Random,
               feedback: str = "") -> tuple[str, ...]:
         return bfcl_write.write(plan, results, rng, plain=bool(feedback))
+
+    def names_in(self, text: str) -> tuple[Name, ...]:
+        return bfcl_names.names_in(text)
 
     def augment(self, task: Task, category: str, rng: random.Random) -> Task | None:
         return bfcl_augment.augment(task, Category(category), rng)

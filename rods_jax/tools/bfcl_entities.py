@@ -8,6 +8,7 @@ returns a piece of a Swaps table and draws from `rng` alone.
 from __future__ import annotations
 
 import datetime
+import functools
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ FREE_NUMBERS = frozenset({
     "amount", "fuelAmount", "liter", "gallon", "temperature", "budget_limit", "insurance_cost",
     "distanceToNextVehicle", "speed", "value", "a", "b", "number", "distance", "fanSpeed", "price",
 })
+TANK = 50.0  # gallons that a tank holds
 _CONDITION = re.compile(
     r"\b(above|below|under|over|exceed\w*|less|more than|at least|greater|higher|lower|enough"
     r"|full|half|double|twice|percent)\b|%", re.IGNORECASE)
@@ -206,7 +208,7 @@ def destinations(task: Task, rng: random.Random) -> dict[str, str]:
     return out
 
 
-_COMPANIES = {
+COMPANIES = {
     "AAPL": "Apple", "GOOG": "Google", "TSLA": "Tesla", "MSFT": "Microsoft", "NVDA": "Nvidia",
     "ZETA": "Zeta Corp", "ALPH": "Alpha Tech", "OMEG": "Omega Industries", "QUAS": "Quasar Ltd.",
     "NEPT": "Neptune Systems", "SYNX": "Synex Solutions", "AMZN": "Amazon",
@@ -221,20 +223,22 @@ def symbols(task: Task, rng: random.Random) -> dict[str, str]:
     said = "\n".join(turn.user for turn in task.turns)
     stocks = task.initial_config.get("TradingBot", {}).get("stocks", {})
     fixed = _IN_SECTORS if any(c.name == "get_available_stocks" for _, c in calls_of(task)) else ()
-    named = {s for s in stocks if mentions(said, s) or mentions(said, _COMPANIES.get(s, s))}
+    named = {s for s in stocks if mentions(said, s) or mentions(said, COMPANIES.get(s, s))}
     shown = {s for _, c in calls_of(task) for s in scalars(c.arguments) if isinstance(s, str)}
-    partners = [s for s in stocks if s in _COMPANIES and s not in named | shown
+    # A symbol that its company's name spells is said with it; another one would not be.
+    spelled = {s for s, name in COMPANIES.items() if s.lower() in name.lower().split()}
+    partners = [s for s in stocks if s in COMPANIES and s not in named | shown | spelled
                 and s not in fixed]
     rng.shuffle(partners)
     out: dict[str, str] = {}
     for old in sorted(named):
-        if old in fixed:
+        if old in fixed or old in spelled and not mentions(said, old):
             continue
-        if old in _COMPANIES and partners:
+        if old in COMPANIES and partners:
             new = partners.pop()
-            out |= {old: new, new: old, _COMPANIES[old]: _COMPANIES[new],
-                    _COMPANIES[new]: _COMPANIES[old]}
-        elif old not in _COMPANIES:
+            out |= {old: new, new: old, COMPANIES[old]: COMPANIES[new],
+                    COMPANIES[new]: COMPANIES[old]}
+        elif old not in COMPANIES:
             new = "".join(rng.choice(s) for s in ("BDKMRTVZ", "AEIOU", "LNRSXZ", "AEIOUXY"))
             if new not in stocks and new not in out.values():
                 out[old] = new
@@ -267,7 +271,7 @@ def dates(task: Task, rng: random.Random) -> dict[str, str]:
     return out
 
 
-_CITIES = {
+CITIES = {
     "RMS": "Rivermist", "SBK": "Stonebrook", "MPC": "Maplecrest", "SVP": "Silverpine",
     "SHD": "Shadowridge", "SSV": "Sunset Valley", "OKD": "Oakendale", "WLB": "Willowbend",
     "CRH": "Crescent Hollow", "ATV": "Autumnville", "PHV": "Pinehaven", "GFD": "Greenfield",
@@ -295,22 +299,78 @@ def places(task: Task, rng: random.Random) -> dict[str, str]:
     said = "\n".join(turn.user for turn in task.turns)
     routes = {(c.arguments.get("travel_from"), c.arguments.get("travel_to"))
               for _, c in calls_of(task) if "travel_from" in c.arguments}
-    used = sorted({code for route in routes for code in route if code in _CITIES})
-    if not routes or any(code not in _CITIES for route in routes for code in route):
+    used = sorted({code for route in routes for code in route if code in CITIES})
+    if not routes or any(code not in CITIES for route in routes for code in route):
         return {}
-    if not all(mentions(said, code) or mentions(said, _CITIES[code]) for code in used):
+    if not all(mentions(said, code) or mentions(said, CITIES[code]) for code in used):
         return {}
     if any(mentions(said, alias) for alias in ("LA", "NYC", "SF")):
         return {}
     for _ in range(40):
-        fresh = dict(zip(used, rng.sample(sorted(_CITIES), len(used)), strict=True))
+        fresh = dict(zip(used, rng.sample(sorted(CITIES), len(used)), strict=True))
         apart = all(old != new for old, new in fresh.items())
         if apart and all(_has_route(fresh[a], fresh[b]) for a, b in routes):
-            return fresh | {_CITIES[old]: _CITIES[new] for old, new in fresh.items()}
+            return fresh | {CITIES[old]: CITIES[new] for old, new in fresh.items()}
+    return {}
+
+
+@functools.cache
+def _roads() -> tuple[dict[str, str], frozenset[tuple[str, str]]]:
+    """Zip codes of the cities that the car's map knows, and the pairs it has a distance for."""
+    car = tool_class("VehicleControlAPI")()
+    car._load_scenario({}, long_context=False)
+    codes = {city: car.get_zipcode_based_on_city(city)["zipcode"] for city in CITIES.values()}
+    codes = {city: code for city, code in codes.items() if code.strip("0")}
+    pairs = {(a, b) for a in codes for b in codes if a != b
+             and "distance" in car.estimate_distance(codes[a], codes[b])}
+    return codes, frozenset(pairs)
+
+
+def towns(task: Task, rng: random.Random) -> dict[str, str]:
+    """Cities of a drive for others with a known distance, and their zip codes; only where the
+    user says every one of them and no flight knows them too."""
+    said = "\n".join(turn.user for turn in task.turns)
+    if "VehicleControlAPI" not in task.domains or "TravelAPI" in task.domains or re.search(
+            r"\b(?:thousand|hundred)\b|\d+ (?:km|kilometers|miles)\b", said):
+        return {}
+    codes, pairs = _roads()
+    city_of = {code: city for city, code in codes.items()}
+    used = {str(c.arguments["city"]) for _, c in calls_of(task)
+            if c.name == "get_zipcode_based_on_city"}
+    driven = {(city_of.get(str(c.arguments["cityA"])), city_of.get(str(c.arguments["cityB"])))
+              for _, c in calls_of(task) if c.name == "estimate_distance"}
+    used |= {city for pair in driven for city in pair if city in used or mentions(said, city or "")}
+    if not used or not driven or not all(city in codes and mentions(said, city) for city in used):
+        return {}
+    for _ in range(60):
+        fresh = dict(zip(sorted(used), rng.sample(sorted(codes), len(used)), strict=True))
+        apart = all(old != new for old, new in fresh.items())
+        if apart and all((fresh.get(a), fresh.get(b)) in pairs for a, b in driven):
+            return fresh | {codes[old]: codes[new] for old, new in fresh.items()}
     return {}
 
 
 # ------------------------------------------------------------------------------- numbers
+
+
+def fuel(task: Task, outputs: Sequence[Json], rng: random.Random) -> tuple[float, float] | None:
+    """(old, new) amount that fills the tank to the brim, where nobody says or shows it and it
+    follows from the fuel that is left; None elsewhere."""
+    level = task.initial_config.get("VehicleControlAPI", {}).get("fuelLevel")
+    amounts = [(turn, c.arguments.get("fuelAmount")) for turn, c in calls_of(task)
+               if c.name == "fillFuelTank"]
+    unsaid = unsaid_numbers(task, outputs)
+    said = "\n".join(turn.user for turn in task.turns)
+    if len(amounts) != 1 or not _number(level) or level in unsaid or mentions(said, level):
+        return None
+    old = amounts[0][1]
+    if not _number(old) or old + level != TANK or old not in unsaid or mentions(said, old):
+        return None
+    if sum(v == old for _, c in calls_of(task) for v in _numbers_in(c.arguments)) != 1:
+        return None
+    step = 1 if isinstance(old, int) else 0.5
+    new = rng.choice([n * step for n in range(int(15 / step), int(46 / step)) if n * step != old])
+    return float(old), float(new)
 
 
 def _nearby(value: float, name: str, rng: random.Random) -> float:
@@ -356,6 +416,17 @@ def spoken_numbers(task: Task, outputs: Sequence[Json]) -> dict[float, str] | No
                 elif value > 5 and value not in shown:
                     return None
     return out
+
+
+def unsaid_numbers(task: Task, outputs: Sequence[Json]) -> frozenset[float]:
+    """Numbers of gold arguments that no user says and no earlier call returns: what stands in
+    the hidden state for them has to stay."""
+    out = set()
+    for i, (turn, call) in enumerate(calls_of(task)):
+        said = "\n".join(t.user for t in task.turns[:turn + 1])
+        shown = frozenset().union(*(_numbers_in(o) for o in outputs[:i]))
+        out |= {v for v in _numbers_in(call.arguments) if v not in shown and not mentions(said, v)}
+    return frozenset(out)
 
 
 def numbers(task: Task, outputs: Sequence[Json], rng: random.Random) -> dict[float, float]:

@@ -1,7 +1,8 @@
 """Stage I for BFCL (paper section 2): a variant with the call structure of a base task, and
 other people, files, amounts, routes, dates, ids and prices.
 
-There is no language model. Values are swapped consistently in config, gold calls and texts
+There is no language model. One request may turn into another of its shape (bfcl_functions).
+Values are swapped consistently in config, gold calls and texts
 (bfcl_swaps, bfcl_entities); id counters, prices and the random seeds of the classes change
 too, so what a call returns is new, and where the gold passes such a value on, the plan holds
 a Ref to the earlier result. Every plan has been executed here before it is handed out: it
@@ -19,25 +20,28 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rods_jax.tools import bfcl_entities as entities
+from rods_jax.tools.bfcl_functions import with_other_functions
 from rods_jax.tools.bfcl_sandbox import Sandbox
 from rods_jax.tools.bfcl_swaps import NUMBER, Swaps, map_config, mentions, scalars, token_value
 from rods_jax.types import Json, Plan, PlannedCall, Ref, Task, ToolCall
 
 Path = tuple[str | int, ...]
+OTHER_FUNCTIONS_SHARE = 0.7  # of variants that first try another function than the seed's
 
 KINDS = ("places", "dates", "numbers", "prices", "paths", "counters", "credentials", "words",
-         "names", "symbols", "destinations", "vehicle")
+         "names", "symbols", "destinations", "vehicle", "towns", "fuel")
 # Kinds that change, attempt by attempt: everything first, then without what is most often
 # to blame, at last words, names and random seeds alone.
+_MOST = ("places", "dates", "numbers", "prices", "towns", "fuel")
 _ATTEMPTS: tuple[frozenset[str], ...] = tuple(frozenset(KINDS) - set(drop) for drop in (
-    (), (), ("places",), ("numbers", "prices"), ("places", "dates", "numbers", "prices"),
-    ("places", "dates", "numbers", "prices", "paths"),
-    ("places", "dates", "numbers", "prices", "symbols"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols"),
-    ("places", "dates", "numbers", "prices", "counters", "symbols", "words"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols", "credentials"),
-    ("places", "dates", "numbers", "prices", "paths", "counters", "symbols", "credentials",
-     "names"),
+    (), (), (), ("places", "towns"), ("numbers", "prices", "fuel"), ("places", "numbers", "prices"),
+    ("places", "dates", "numbers", "prices"), _MOST,
+    (*_MOST, "paths"),
+    (*_MOST, "symbols"),
+    (*_MOST, "paths", "counters", "symbols"),
+    (*_MOST, "counters", "symbols", "words"),
+    (*_MOST, "paths", "counters", "symbols", "credentials"),
+    (*_MOST, "paths", "counters", "symbols", "credentials", "names"),
 ))
 
 
@@ -113,23 +117,27 @@ def _swaps(task: Task, outputs: Sequence[Json], kinds: frozenset[str],
     exact |= pick("destinations", lambda: entities.destinations(task, rng), {})
     exact |= pick("symbols", lambda: entities.symbols(task, rng), {})
     exact |= pick("places", lambda: entities.places(task, rng), {})
+    exact |= pick("towns", lambda: entities.towns(task, rng), {})
     words = pick("words", lambda: entities.words(task, rng), {})
     words = {old: new for old, new in words.items() if old not in {b.lower() for b in bare}}
     words |= pick("names", lambda: entities.names(task, rng), {})
+    tank = pick("fuel", lambda: entities.fuel(task, outputs, rng), None)
     # An exact swap wins over the words inside it, so those are swapped in its new form.
     by_word = Swaps(words=words)
     exact = {old: by_word.data(new) for old, new in exact.items()}
     return Swaps(words=words, exact=exact, names=bare,
                  dates=pick("dates", lambda: entities.dates(task, rng), {}),
-                 numbers=pick("numbers", lambda: entities.numbers(task, outputs, rng), {}))
+                 numbers=pick("numbers", lambda: entities.numbers(task, outputs, rng), {})
+                 | ({} if tank is None else {tank[0]: tank[1]}))
 
 
-def _shift_counters(config: dict[str, dict[str, Json]], texts: str, rng: random.Random) -> None:
+def _shift_counters(config: dict[str, dict[str, Json]], texts: str, kept: frozenset[float],
+                    rng: random.Random) -> None:
     for domain, name, low, high in (("TradingBot", "order_counter", 20_000, 89_999),
                                     ("TicketAPI", "ticket_counter", 1_000, 8_999),
                                     ("TwitterAPI", "tweet_counter", 100, 899)):
         old = config.get(domain, {}).get(name)
-        if isinstance(old, int) and not mentions(texts, old):
+        if isinstance(old, int) and old not in kept and not mentions(texts, old):
             config[domain][name] = rng.randint(low, high)
 
 
@@ -145,33 +153,49 @@ def _shift_prices(config: dict[str, dict[str, Json]], texts: str, rng: random.Ra
         account["balance"] = round(balance * rng.uniform(1.25, 2.0), 2)
 
 
-def _shift_vehicle(task: Task, config: dict[str, dict[str, Json]], rng: random.Random) -> None:
+def _shift_vehicle(task: Task, config: dict[str, dict[str, Json]], kept: frozenset[float],
+                   rng: random.Random) -> None:
     """Another car: readings that no gold call of such a task is derived from."""
     car = config.get("VehicleControlAPI", {})
     used = {call.name for turn in task.turns for call in turn.gold}
     for name, low, high in (("batteryVoltage", 11.8, 13.9), ("humidityLevel", 30.0, 70.0)):
-        if name in car:
+        if name in car and car[name] not in kept:
             car[name] = round(rng.uniform(low, high), 1)
     fuel = {"fillFuelTank", "estimate_drive_feasibility_by_mileage", "displayCarStatus"}
-    if "fuelLevel" in car and not used & fuel:
+    if "fuelLevel" in car and car["fuelLevel"] not in kept and not used & fuel:
         car["fuelLevel"] = round(rng.uniform(6.0, 44.0), 1)
     tires = [name for name in car if name.endswith("TirePressure")]
     if "check_tire_pressure" not in used:
         for name in tires:
+            if car[name] in kept:
+                continue
             car[name] = float(rng.randint(28, 36))
+
+
+def _fill_differently(task: Task, config: dict[str, dict[str, Json]], swaps: Swaps) -> None:
+    """The fuel that is left, where another amount fills the tank now."""
+    car = config.get("VehicleControlAPI", {})
+    for _, call in entities.calls_of(task):
+        old = call.arguments.get("fuelAmount")
+        if call.name == "fillFuelTank" and old in swaps.numbers and (
+                old + car.get("fuelLevel", 0.0) == entities.TANK):
+            car["fuelLevel"] = entities.TANK - swaps.numbers[old]
 
 
 def _config(task: Task, swaps: Swaps, outputs: Sequence[Json], kinds: frozenset[str],
             rng: random.Random) -> dict[str, dict[str, Json]]:
     config = copy.deepcopy(map_config(task.initial_config, swaps))
     texts = "\n".join(turn.user for turn in task.turns)
+    kept = entities.unsaid_numbers(task, outputs)
     if "counters" in kinds:
-        _shift_counters(config, texts, rng)
+        _shift_counters(config, texts, kept, rng)
     computed = entities.spoken_numbers(task, outputs) is None
     if "prices" in kinds and not computed and not entities.conditions(task):
         _shift_prices(config, texts, rng)
+    if "fuel" in kinds:
+        _fill_differently(task, config, swaps)
     if "vehicle" in kinds:
-        _shift_vehicle(task, config, rng)
+        _shift_vehicle(task, config, kept, rng)
     for domain in ("TravelAPI", "MessageAPI", "TradingBot", "VehicleControlAPI"):
         if domain in config:
             config[domain]["random_seed"] = rng.randint(1, 10**6)
@@ -300,6 +324,14 @@ def _mentions_of_outputs(texts: Sequence[str], turn_of: Sequence[int],
     return out
 
 
+def _quoted_early(texts: Sequence[str], turn_of: Sequence[int], trace: _Trace) -> bool:
+    """Whether a user text quotes a figure before the call that returns it, and the variant's
+    call returns another one: the text would be wrong."""
+    return any(isinstance(old, (int, float)) and not isinstance(old, bool) and abs(old) >= 50
+               and mentions("\n".join(texts[:turn_of[i] + 1]), old)
+               for i, _, old, _ in trace.changed())
+
+
 def _same_data(seed: Task, config: Mapping[str, Mapping[str, Json]]) -> bool:
     """Whether only random seeds differ from the seed's config."""
     return all({k: v for k, v in attributes.items() if k != "random_seed"}
@@ -329,6 +361,8 @@ def _attempt(seed: Task, outputs: list[Json], kinds: frozenset[str], parent: str
             trace.new.append(value)
             turn_of.append(t)
     same_texts = texts == [t.user for t in seed.turns]
+    if _quoted_early(texts, turn_of, trace):
+        return None
     if not _said_in_time(seed, planned, texts) or same_texts and _same_data(seed, config):
         return None
     narrative = {
@@ -342,12 +376,20 @@ def _attempt(seed: Task, outputs: list[Json], kinds: frozenset[str], parent: str
     return Plan(seed.domains, config, tuple(tuple(turn) for turn in planned), parent, narrative)
 
 
+def _outputs(task: Task) -> list[Json]:
+    sandbox = Sandbox(task.domains, task.initial_config, False)
+    return [parse_result(sandbox.call(c).text) for turn in task.turns for c in turn.gold]
+
+
 def plan(seed: Task, parent: str, rng: random.Random) -> Plan:
     """A plan after the structure of `seed`, a task in BASE form; `parent` is the uid it is
     booked on. ValueError where no attempt gives other texts that still work."""
     seed = _filled(seed)
-    sandbox = Sandbox(seed.domains, seed.initial_config, False)
-    outputs = [parse_result(sandbox.call(c).text) for turn in seed.turns for c in turn.gold]
+    outputs = _outputs(seed)
+    if rng.random() < OTHER_FUNCTIONS_SHARE:
+        other = with_other_functions(seed, outputs, rng)
+        if other is not None:
+            seed, outputs = other, _outputs(other)
     for kinds in _ATTEMPTS:
         made = _attempt(seed, outputs, kinds, parent, rng)
         if made is not None:

@@ -29,7 +29,10 @@ Let's|Let us
 let's|let us
 """.strip().splitlines())
 _GREETINGS = ("Hello. ", "Hi there. ", "Good morning. ", "Good evening. ", "A small request. ")
-_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "One more thing. ")
+# No number words here: "one" would be a source for a 1 that nobody gave.
+_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ",
+             "Fine. ", "Very well. ", "Moving on. ")
+_CLOSINGS = ("", "", "", "", "", " Thanks.", " Thank you.", " Thanks in advance.", " Much obliged.")
 
 
 def _protected(text: str, literals: Sequence[str]) -> list[tuple[str, bool]]:
@@ -84,5 +87,7 @@ def write(plan: Plan, results: Sequence[Mapping], rng: random.Random,
     for i, text in enumerate(texts):
         pieces = [_reworded(p, rng) if free else p for p, free in _protected(text, literals)]
         opening = rng.choice(_OPENINGS if i else first)
-        out.append(opening + "".join(pieces))
+        said = opening + "".join(pieces)
+        closed = said.endswith((".", "!", "?")) and "thank" not in said.lower()
+        out.append(said + (rng.choice(_CLOSINGS) if closed else ""))
     return tuple(out)

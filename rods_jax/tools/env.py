@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rods_jax.types import Plan, Task, ToolCall, ToolResult, ToolSpec, TurnOutcome
 
@@ -31,6 +31,23 @@ class UserTurn:
     text: str
     tools: tuple[str, ...]
     new_tools: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """A thing that a text names, and the `spellings` under which data may hold it instead (a
+    city's airport code)."""
+
+    said: str
+    spellings: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class NamesThings(Protocol):
+    """A suite that can tell more names in a text than files, handles and ids."""
+
+    def names_in(self, text: str) -> tuple[Name, ...]:
+        """All names in a user text of things that must exist for the text to make sense."""
 
 
 class Environment(Protocol):

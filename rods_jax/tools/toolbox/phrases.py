@@ -101,6 +101,13 @@ IN_FOLDER = ("{0} in {1}", "{0} from {1}")
 
 JOINTS = (", then {0}", " and {0}", ". {0}", ", and then {0}")
 OPENINGS = ("{0}", "{0}", "{0}", "please {0}", "now {0}", "next {0}")
+# What variants of a task may begin and end with besides: no word that the splits do not hold,
+# so that a reader of these knows them all.
+MORE_OPENINGS = ("please now {0}", "now please {0}", "next please {0}", "and now {0}",
+                 "and then {0}", "then {0}", "and please {0}", "please then {0}")
+MORE_JOINTS = (", next {0}", " and then {0}", ". now {0}", ". then {0}", ". please {0}",
+               ", and next {0}", ". and then {0}", ". next {0}")
+CLOSINGS = ("", "", "", " please", " now", " for me", " now please", " for me please")
 QUESTIONS = ("who", "what", "how", "when")  # clauses that start so get no opening
 
 # What stands for a value that the user leaves out, and how it is given later.

@@ -27,8 +27,9 @@ from rods_jax.types import Json, Plan, PlannedCall, Ref
 @dataclasses.dataclass(frozen=True)
 class Slot:
     """What is asked of one call. `feeds`: calls that must feed it. `exact`: no other may,
-    and `said`, `again` count its other arguments. `tool`: the tool to fall back on.
-    `follow`: how many calls must still follow it in a chain, each fed by the one before;
+    and `said`, `again` count its other arguments; `fed`: how many the `feeds` give; `pointed`:
+    how many of `again` were given in an earlier turn and are not said anew; None leaves
+    either open. `tool`: the tool to fall back on. `follow`: how many calls must still follow it in a chain, each fed by the one before;
     `pause`: another call stands between it and the next of them."""
 
     turn: int
@@ -38,6 +39,8 @@ class Slot:
     exact: bool = False
     said: int = 0
     again: int = 0
+    fed: int | None = None
+    pointed: int | None = None
     tool: str | None = None
 
 
@@ -258,7 +261,18 @@ def _accepts(board: _Board, slot: Slot, choice: tuple) -> bool:
     if not slot.exact:
         return True
     again = sum(h.key is None for h in handles)
-    return feeds == slot.feeds and again == slot.again and len(choice) - len(handles) == slot.said
+    fed = len(handles) - again
+    return (feeds == slot.feeds and again == slot.again
+            and len(choice) - len(handles) == slot.said
+            and (slot.fed is None or fed == slot.fed)
+            and (slot.pointed is None or slot.pointed <= sum(
+                _can_be_pointed_at(board, slot, h) for h in handles)))
+
+
+def _can_be_pointed_at(board: _Board, slot: Slot, handle: Handle) -> bool:
+    """Whether the user gave the value in an earlier turn and words single it out."""
+    return (handle.key is None and board.calls[handle.call][0].turn < slot.turn
+            and reference(board.handles, handle) is not None)
 
 
 def reference(handles: Sequence[Handle], handle: Handle) -> str | None:
@@ -328,6 +342,7 @@ def _record(board: _Board, tool: Tool, slot: Slot, choice: tuple, args: dict,
     notes: dict[str, Any] = {}
     feeds = []
     new = []
+    to_point = slot.pointed
     for param, source in zip(tool.params, choice):
         value = args[param.name]
         if isinstance(source, Handle):
@@ -340,6 +355,9 @@ def _record(board: _Board, tool: Tool, slot: Slot, choice: tuple, args: dict,
             how = pointer or "repeat"
             notes[param.name] = {"how": how, "noun": source.noun,
                                  "result": source.key is not None}
+            if to_point is not None and _can_be_pointed_at(board, slot, source):
+                notes[param.name]["point"] = to_point > 0
+                to_point -= 1
             continue
         arguments[param.name] = value
         kind = "note" if param.kind == "text" else param.kind

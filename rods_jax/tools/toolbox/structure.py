@@ -91,6 +91,23 @@ def call_shapes(task: Task, strict: bool = False) -> tuple[CallShape, ...]:
     return tuple(shapes)
 
 
+def pointed(task: Task) -> tuple[int, ...]:
+    """Of each gold call, how many arguments the user gave in an earlier turn and does not say
+    again in this one (turns without gold are one with the next)."""
+    before: set[str] = set()
+    now: set[str] = set()
+    counts = []
+    for turn in task.turns:
+        now.update(words_of(turn.user))
+        for call in turn.gold:
+            values = {str(v) for v in call.arguments.values()}
+            counts.append(len((values & before) - now))
+        if turn.gold:
+            before |= now
+            now = set()
+    return tuple(counts)
+
+
 def depth(shapes: tuple[CallShape, ...]) -> int:
     """Edges on the longest chain of calls in which each feeds the next."""
     levels: list[int] = []

@@ -6,19 +6,20 @@ import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 
-from rods_jax.tools.env import Environment
+from rods_jax.tools.env import Environment, Name
 from rods_jax.tools.hints import HintedEnv
 from rods_jax.tools.scoring import Mode, Scoring
 from rods_jax.tools.toolbox import phrases
 from rods_jax.tools.toolbox.augment import augment_task, can_be_cluttered
+from rods_jax.tools.toolbox.entities import is_entity
 from rods_jax.tools.toolbox.env import SCORING, ToolboxEnv, ToolboxWorld
 from rods_jax.tools.toolbox.generator import SPLIT_SIZES, slots_of_shapes
-from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, tool_names
+from rods_jax.tools.toolbox.graph import DOMAINS, SPECS, TOOLS, tool_names
 from rods_jax.tools.toolbox.hints import toolbox_hint
-from rods_jax.tools.toolbox.planner import make_plan
+from rods_jax.tools.toolbox.planner import Slot, make_plan
 from rods_jax.tools.toolbox.repair import repair_plan
 from rods_jax.tools.toolbox.splits import split, wordings
-from rods_jax.tools.toolbox.structure import CallShape, call_shapes, depth
+from rods_jax.tools.toolbox.structure import call_shapes, depth, pointed, words_of
 from rods_jax.tools.toolbox.writer import write_turns
 from rods_jax.tools.twin import GoldRuns
 from rods_jax.types import Category, Plan, Task, ToolSpec
@@ -69,13 +70,17 @@ class ToolboxSuite:
         dependencies; other tools where the typed graph allows, a new world. Raises
         ValueError where the seed is not a task of this suite."""
         shapes = call_shapes(seed)
+        slots = tuple(
+            dataclasses.replace(slot, pointed=count, fed=len(TOOLS[shape.tool].params)
+                                - shape.said - shape.again)
+            for slot, shape, count in zip(slots_of_shapes(shapes), shapes, pointed(seed)))
         for _ in range(5):
-            plan = _similar_plan(shapes, seed.domains, rng)
+            plan = _similar_plan(slots, depth(shapes), seed.domains, rng)
             if plan is None:
                 break
             if seed.category != Category.LONG_CONTEXT or can_be_cluttered(plan.turns):
                 return dataclasses.replace(plan, parent=seed.uid)
-        plan = _similar_plan(shapes, seed.domains, rng, keep_tools=True)
+        plan = _similar_plan(slots, depth(shapes), seed.domains, rng, keep_tools=True)
         if plan is None:
             raise ValueError(f"no plan found with the structure of {seed.uid}")
         return dataclasses.replace(plan, parent=seed.uid)
@@ -87,15 +92,18 @@ class ToolboxSuite:
               feedback: str = "") -> tuple[str, ...]:
         """After feedback the wording is plain: one clause a call, values said again."""
         del results  # references are by noun, so the values found are not said
-        return write_turns(plan, rng, plain=bool(feedback))
+        return write_turns(plan, rng, plain=bool(feedback), varied=True)
+
+    def names_in(self, text: str) -> tuple[Name, ...]:
+        """Every word that is spelled as an entity, amounts included."""
+        return tuple(Name(word) for word in words_of(text) if is_entity(word))
 
     def augment(self, task: Task, category: str, rng: random.Random) -> Task | None:
         return augment_task(task, Category(category), rng)
 
 
-def _similar_plan(shapes: tuple[CallShape, ...], domains: Sequence[str], rng: random.Random,
+def _similar_plan(slots: Sequence[Slot], most: int, domains: Sequence[str], rng: random.Random,
                   keep_tools: bool = False) -> Plan | None:
-    slots, most = slots_of_shapes(shapes), depth(shapes)
     if not keep_tools and rng.random() < OTHER_DOMAINS_SHARE:
         others = rng.sample(list(DOMAINS), len(domains))
         plan = make_plan(slots, others, most, rng, attempts=20)

@@ -16,10 +16,12 @@ from rods_jax.types import Plan, PlannedCall, Ref
 INNER_SHARE = 0.65  # of the look-ups that could be said inside another clause
 
 
-def write_turns(plan: Plan, rng: random.Random, plain: bool = False) -> tuple[str, ...]:
-    """One text a turn. `plain`: every call gets its own clause, values are said again."""
+def write_turns(plan: Plan, rng: random.Random, plain: bool = False,
+                varied: bool = False) -> tuple[str, ...]:
+    """One text a turn. `plain`: every call gets its own clause, values are said again.
+    `varied`: more ways to begin, join and end; the splits are written without."""
     calls = [call for turn in plan.turns for call in turn]
-    writer = _Writer(calls, plan.narrative["calls"], rng, plain)
+    writer = _Writer(calls, plan.narrative["calls"], rng, plain, varied)
     texts, start = [], 0
     for turn in plan.turns:
         texts.append(writer.turn(start, start + len(turn)))
@@ -29,8 +31,11 @@ def write_turns(plan: Plan, rng: random.Random, plain: bool = False) -> tuple[st
 
 class _Writer:
     def __init__(self, calls: Sequence[PlannedCall], notes: Sequence[dict],
-                 rng: random.Random, plain: bool):
+                 rng: random.Random, plain: bool, varied: bool):
         self.calls, self.notes, self.rng, self.plain = calls, notes, rng, plain
+        self.openings = phrases.OPENINGS + (phrases.MORE_OPENINGS if varied else ())
+        self.joints = phrases.JOINTS + (phrases.MORE_JOINTS if varied else ())
+        self.closings = phrases.CLOSINGS if varied else ()
         self.inner: set[int] = set()  # calls said inside another clause, not said yet
 
     def turn(self, start: int, stop: int) -> str:
@@ -44,12 +49,20 @@ class _Writer:
             last = (block[-1] if block else last) - 1
         for head in reversed(heads):
             clauses.append(self._clause(head))
-        opening = self.rng.choice(phrases.OPENINGS)
+        opening = self.rng.choice(self.openings)
         asks = clauses[0].split()[0] in phrases.QUESTIONS
         text = clauses[0] if asks else opening.format(clauses[0])
         for clause in clauses[1:]:
-            text += self.rng.choice(phrases.JOINTS).format(clause)
+            text += self.rng.choice(self.joints).format(clause)
+        text += self._closing(clauses[-1], text)
         return text + self.rng.choice(("", ".", "."))
+
+    def _closing(self, clause: str, text: str) -> str:
+        if not self.closings or clause.split()[0] in phrases.QUESTIONS:
+            return ""
+        closing = self.rng.choice(self.closings)
+        said = {word.rstrip(",.") for word in text.split()}
+        return "" if said & set(closing.split()) else closing
 
     def _block(self, head: int, start: int) -> list[int]:
         """Calls right before `head`, nearest first, that are said inside its clause."""
@@ -124,7 +137,8 @@ class _Writer:
     def _named(self, value, note: dict) -> str:
         noun = note["noun"]
         pointed = note["how"] in ("last", "first") and not self.plain
-        if pointed and self.rng.random() < 0.6:
+        if pointed and note.get("point", True) and (
+                "point" in note or self.rng.random() < 0.6):
             pointers = phrases.SAME if note["how"] == "last" else phrases.FIRST
             return self.rng.choice(pointers).format(noun=noun)
         return self.rng.choice(phrases.NAMED.get(noun, ("{0}",))).format(value)

@@ -343,7 +343,7 @@ def _dress(axes: Axes, x_word: str, y_word: str) -> None:
 def one_task(config: RunConfig) -> RunConfig:
     """The run with updates of one task, on one device, in micro-batches that half a group fills."""
     return dataclasses.replace(
-        config, tasks_per_step=1, minibatches=1, mesh=MeshConfig(),
+        config, tasks_per_step=1, minibatches=1, mesh=MeshConfig(), rollout_tensor=1,
         batch=dataclasses.replace(config.batch, rows=min(config.batch.rows, 2)),
         pool=dataclasses.replace(config.pool, batch_floor=0))
 

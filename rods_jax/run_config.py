@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator
+from typing import Any
 
 from rods_jax.boundary import BoundaryConfig, SeedRule
 from rods_jax.curriculum import CurriculumConfig
@@ -30,10 +32,27 @@ from rods_jax.tools.suites import SplitRule, SuiteName, SuiteSpec
 from rods_jax.types import CATEGORIES
 
 
+_INT32 = 2 ** 31 - 1  # steps, sizes and seeds go to devices as such
+_BYTES = ("sampler.kv_bytes",)  # the host alone counts with these
+
+
 def _positive(config, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"{name} is {getattr(config, name)}: give 1 or more")
+
+
+def _whole_numbers(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+    """Every int of nested configs, with the full name of its field."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            name = f"{path}.{field.name}".lstrip(".")
+            yield from _whole_numbers(getattr(value, field.name), name)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _whole_numbers(item, path)
+    elif isinstance(value, int):
+        yield path, value
 
 
 class PolicySource(str, enum.Enum):
@@ -161,6 +180,8 @@ class WarmStartConfig:
 
     def __post_init__(self):
         _positive(self, "traces", "wordings", "passes", "batches", "rows")
+        if self.seed < 0:
+            raise ValueError(f"seed is {self.seed}: give 0 or more")
         if self.batches > self.traces:
             raise ValueError(f"batches {self.batches} exceeds traces {self.traces}: lower it")
         if not 0 <= self.hide < 1:
@@ -251,11 +272,18 @@ class RunConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
+        for name, number in _whole_numbers(self):
+            if abs(number) > _INT32 and name not in _BYTES:
+                raise ValueError(f"{name} is {number}: give at most {_INT32}")
         _positive(self, "steps", "tasks_per_step", "group_size", "minibatches", "queue",
                   "keep_checkpoints", "rollout_tensor")
         for name in ("admit_every", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 0 or more")
+        if self.mesh.size % self.rollout_tensor:
+            raise ValueError(f"rollout_tensor {self.rollout_tensor} does not divide the "
+                             f"{self.mesh.size} of mesh data x fsdp x context x tensor: choose "
+                             "a divisor")
         if self.tasks_per_step % self.minibatches:
             raise ValueError(f"tasks_per_step {self.tasks_per_step} does not split into "
                              f"{self.minibatches} minibatches: make it a multiple")

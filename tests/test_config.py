@@ -285,6 +285,19 @@ def test_a_check_of_values_names_the_override_that_it_is_about(tmp_path, given, 
     assert line(error).startswith(f"{file}: inner: count is -1")
 
 
+def test_whole_numbers_are_those_of_devices_but_for_bytes():
+    def run(**fields):
+        return config.typed(RunConfig, {"seed": 0, "steps": 1, **fields}, "here")
+
+    most = 2 ** 31 - 1
+    assert run(steps=most, seed=-most, sampler={"kv_bytes": 2 ** 40}).steps == most
+    for fields, name in (({"seed": -2 ** 31}, "seed"), ({"queue": most + 1}, "queue"),
+                         ({"curriculum": {"stages": [{"steps": 2 ** 31, "reward": "binary"}]}},
+                          "curriculum.stages.steps")):
+        with pytest.raises(config.ConfigError, match=f"{name} is .* give at most {most}"):
+            run(**fields)
+
+
 def test_a_runs_own_json_is_a_config(tmp_path):
     run = config.load("configs/bfcl_smollm2.py", ["policy.lora.rank=4"], RunConfig)
     path = tmp_path / "config.json"

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from rods_jax.config import UserError, to_json
-from rods_jax.resume import FREE_OF_WEIGHTS, check_config
+from rods_jax.resume import FREE_OF_WEIGHTS, FREE_ON_RESUME, check_config
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.endpoint import EndpointConfig
 from rods_jax.synthesis.pipeline import SynthesisConfig
@@ -22,6 +22,12 @@ def written(**changes):
 
 def test_the_runs_own_settings_pass():
     check_config(PLACE, written(), RUN)
+
+
+def test_the_readme_names_what_may_change():
+    text = (pathlib.Path(__file__).resolve().parents[1] / "README.md").read_text()
+    names = text.split("the run's own settings; only ")[1].split(" may change")[0].split("`")[1::2]
+    assert sorted(names) == sorted(FREE_ON_RESUME)
 
 
 def test_free_fields_may_differ():

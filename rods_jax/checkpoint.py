@@ -13,14 +13,17 @@ restores: nothing depends on the mesh that wrote them.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,7 +32,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from rods_jax.config import UserError
+from rods_jax.config import UserError, no_room
 from rods_jax.types import Json
 
 FORMAT = 1
@@ -113,8 +116,9 @@ def save(root: str | os.PathLike, step: int, arrays: Any, host: Json, keep: int 
 
     `arrays`: pytree of jax or numpy arrays, typed PRNG keys and Python numbers. `host`: JSON.
     On several processes all call it with the same step on a shared folder; process 0's
-    `host` is the one kept. Raises CheckpointError, the disk's own OSError, or ValueError
-    for a host state that JSON would change; each leaves earlier checkpoints as they were.
+    `host` is the one kept. Raises CheckpointError, also where there is no room, the disk's
+    other OSErrors, or ValueError for a host state that JSON would change; each leaves earlier
+    checkpoints as they were.
     """
     if keep < 1:
         raise CheckpointError(f"keep is {keep}: at least one checkpoint must stay")
@@ -128,27 +132,73 @@ def save(root: str | os.PathLike, step: int, arrays: Any, host: Json, keep: int 
     final = step_dir(root, step)
     temporary = root / (_TEMPORARY + final.name)
     primary = jax.process_index() == 0
+    try:
+        if primary:
+            root.mkdir(parents=True, exist_ok=True)
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            temporary.mkdir()
+        _barrier("checkpoint_begin")
+        if leaves:
+            _write_arrays(temporary / "arrays", leaves)
+        _barrier("checkpoint_arrays")
+        if primary:
+            (temporary / "host.json").write_text(json.dumps(host), encoding="utf-8")
+            (temporary / "manifest.json").write_text(
+                json.dumps({"format": FORMAT, "step": step, "leaves": manifest}, indent=1),
+                encoding="utf-8")
+            _flush(temporary)
+            _publish(temporary, final)
+    except (OSError, ValueError) as e:
+        if not (why := no_room(e)):
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)  # what is left of the room
+        whole = latest(root)
+        raise CheckpointError(
+            f"{root}: step {step} could not be saved, {why}"
+            + (f", and go on from {whole.name} with --resume" if whole else "")) from e
     if primary:
-        root.mkdir(parents=True, exist_ok=True)
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-    _barrier("checkpoint_begin")
-    if leaves:
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(temporary / "arrays", leaves)
-    _barrier("checkpoint_arrays")
-    if primary:
-        (temporary / "host.json").write_text(json.dumps(host), encoding="utf-8")
-        (temporary / "manifest.json").write_text(
-            json.dumps({"format": FORMAT, "step": step, "leaves": manifest}, indent=1),
-            encoding="utf-8")
-        _flush(temporary)
-        _publish(temporary, final)
         for old in steps(root)[:-keep]:
             _remove(step_dir(root, old))
     _barrier("checkpoint_end")
     return final
+
+
+def _write_arrays(folder: pathlib.Path, leaves: Mapping[str, Any]) -> None:
+    with _no_write_left_behind(), ocp.StandardCheckpointer() as writer:
+        writer.save(folder, leaves)
+
+
+class _PatientLoop(asyncio.SelectorEventLoop):
+    """Closes after its tasks have ended. Orbax closes a loop when its first write fails; each of
+    the others would then have a traceback printed when it ends, by threads out of reach."""
+
+    def close(self) -> None:
+        if not self.is_closed() and (left := asyncio.all_tasks(self)):
+            self.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        super().close()
+
+
+class _PatientPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _PatientLoop()
+
+
+@contextlib.contextmanager
+def _no_write_left_behind() -> Iterator[None]:
+    """Inside, loops are patient, and an error that is raised is not also logged by Orbax."""
+    logger, policy = logging.getLogger("absl"), asyncio.get_event_loop_policy()
+
+    def news(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    logger.addFilter(news)
+    asyncio.set_event_loop_policy(_PatientPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        logger.removeFilter(news)
 
 
 def _to_storage(arrays: Any) -> tuple[dict[str, Any], dict[str, Json]]:

@@ -9,6 +9,7 @@ got, what was expected and what to do.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import ml_collections
@@ -443,6 +444,30 @@ def check_out(path: str | os.PathLike, folder: bool = False) -> None:
         raise UserError(f"{path}: {above} may not be written to; give another place")
 
 
+_NO_ROOM = {errno.ENOSPC: "make room there", errno.EDQUOT: "make room there",
+            errno.EFBIG: "raise the limit of a file's size (ulimit -f)"}
+
+
+def no_room(error: Exception) -> str:
+    """The system's words and the remedy where an error says that a disk, a quota or a file is
+    full, else "". Libraries put the system's words into errors of their own."""
+    for number, remedy in _NO_ROOM.items():
+        if getattr(error, "errno", None) == number or os.strerror(number) in str(error):
+            return f"{os.strerror(number)}: {remedy}"
+    return ""
+
+
+@contextlib.contextmanager
+def naming(folder: pathlib.Path) -> Iterator[None]:
+    """Where no room is left, the system does not say where: inside, the folder is named."""
+    try:
+        yield
+    except OSError as e:
+        if not (why := no_room(e)):
+            raise
+        raise UserError(f"{e.filename or folder}: {why}, and go on with --resume") from e
+
+
 def run_main(main: Callable[[], int | None],
              user_errors: tuple[type[Exception], ...] = ()) -> NoReturn:
     """Runs an entry point and exits: 0 or what `main` returns; 2 with one line on standard
@@ -462,9 +487,9 @@ def run_main(main: Callable[[], int | None],
     except OSError as e:
         known = isinstance(e, (FileNotFoundError, FileExistsError, IsADirectoryError,
                                NotADirectoryError, PermissionError))
-        if not known and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if not (known or no_room(e) or e.errno == errno.EROFS):
             raise
-        reason = e.strerror or str(e) or type(e).__name__
+        reason = no_room(e) or e.strerror or str(e) or type(e).__name__
         message = f"{e.filename}: {reason}" if e.filename else reason
     print("error: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, ledger, rewards, task_pool
-from rods_jax.config import UserError, read_json, to_json, write_json
+from rods_jax.config import UserError, naming, read_json, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo import tally
 from rods_jax.ledger import Ledger, Op
@@ -395,7 +395,7 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     checkpoint.clean(folder / "checkpoints")
     if resume is not None:
         check_config(resume, checkpoint.read_host(resume)[1], config)
-    with Run(config, folder, cache) as run:
+    with naming(folder), Run(config, folder, cache) as run:
         return _train(run, resume, began)
 
 

@@ -187,9 +187,42 @@ def test_disk_full_keeps_earlier_checkpoints(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_flush", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(checkpoint.CheckpointError) as error:
             checkpoint.save(tmp_path, 2, {"x": jnp.arange(3)}, {})
+    assert str(error.value) == (
+        f"{tmp_path}: step 2 could not be saved, No space left on device: make room there, and go "
+        "on from step_000000001 with --resume")
+    assert os.listdir(tmp_path) == ["step_000000001"]
     assert checkpoint.restore(tmp_path, {"x": jnp.arange(3)}).step == 1
+    checkpoint.save(tmp_path, 2, {"x": jnp.arange(3)}, {})
+    assert checkpoint.steps(tmp_path) == [1, 2]
+
+
+FULL = textwrap.dedent("""
+    import resource, sys
+    import numpy as np
+    from rods_jax import checkpoint, config
+    def main():
+        rng = np.random.default_rng(0)
+        arrays = {f"w{i}": rng.normal(size=(50, 100)) for i in range(20)}
+        arrays["small"] = np.zeros(3)
+        checkpoint.save(sys.argv[1], 1, arrays, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        checkpoint.save(sys.argv[1], 2, arrays, {})
+    config.run_main(main)
+""")
+
+
+def test_arrays_that_find_no_room_are_one_line_and_the_last_step_stays(tmp_path):
+    """Many writes fail at once: none of them says so of its own."""
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.stderr == (
+        f"error: {tmp_path}: step 2 could not be saved, File too large: raise the limit of a "
+        "file's size (ulimit -f), and go on from step_000000001 with --resume\n")
+    assert done.returncode == 2 and os.listdir(tmp_path) == ["step_000000001"]
+    got = checkpoint.restore(tmp_path, {"small": np.ones(3)}, partial=True)
+    np.testing.assert_array_equal(got.arrays["small"], np.zeros(3))
     checkpoint.save(tmp_path, 2, {"x": jnp.arange(3)}, {})
     assert checkpoint.steps(tmp_path) == [1, 2]
 

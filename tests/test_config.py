@@ -209,7 +209,9 @@ def test_missing_config_file_names_the_nearest(file):
      "error: /a/b: No such file or directory"),
     (FileNotFoundError("no model here"), 2, "error: no model here"),
     (OSError(errno.ENOSPC, "No space left on device", "/a/b"), 2,
-     "error: /a/b: No space left on device"),
+     "error: /a/b: No space left on device: make room there"),
+    (OSError(errno.EFBIG, "File too large"), 2,
+     "error: File too large: raise the limit of a file's size (ulimit -f)"),
     (KeyError("k"), 2, "error: 'k'"),
     (KeyboardInterrupt(), 130, "interrupted"),
 ])

@@ -465,7 +465,8 @@ def naming(folder: pathlib.Path) -> Iterator[None]:
     except OSError as e:
         if not (why := no_room(e)):
             raise
-        raise UserError(f"{e.filename or folder}: {why}, and go on with --resume") from e
+        raise UserError(f"{e.filename or folder}: {why} and start again, with --resume where it "
+                        "has a checkpoint") from e
 
 
 def run_main(main: Callable[[], int | None],

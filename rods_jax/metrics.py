@@ -67,10 +67,14 @@ class MetricWriter:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """`metrics`: numbers, text, None, 0-d arrays or lists of them. What is not finite is
-        written as null. Raises ValueError if `step` does not grow."""
+        written as null. Raises ValueError if `step` does not grow, UserError if the file was
+        removed: what is written then is in no folder."""
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"{self.path}: step {step} comes after step {self.last_step}; "
                              "steps must grow")
+        if not self.path.exists():
+            raise UserError(f"{self.path}: was removed while the run wrote to it; begin the run "
+                            "anew")
         self._file.write(_line({"step": int(step), **metrics}))
         self._file.flush()
         self.last_step = step

@@ -1,13 +1,18 @@
-"""Whether a checkpoint is of a run with these settings."""
+"""Whether a checkpoint is of a run with these settings, and its folder is whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Iterable
 
-from rods_jax.config import ConfigError, UserError, to_json, typed
+from rods_jax import checkpoint, metrics
+from rods_jax.config import ConfigError, UserError, read_json, to_json, typed
 from rods_jax.run_config import RunConfig
 from rods_jax.types import Json
+
+BEFORE, SUMMARY = "before.json", "summary.json"  # their names in a run folder
+_REMEDY = "restore it, or begin the run anew in another folder"
 
 # Fields that decide nothing a step computes, so a resumed run may change them; what lies at
 # policy.path is compared itself, and a language model answers differently anyway.
@@ -16,6 +21,45 @@ FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "
                   "synthesizer.host", "synthesizer.timeout_s")
 # Fields of a policy that decide nothing of its weights.
 FREE_OF_WEIGHTS = ("policy.path", "policy.attention", "policy.remat", "policy.compute_dtype")
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """What a run that goes on finds in its folder. summary: where no step is left to train."""
+
+    before: Json
+    summary: Json = None
+
+
+def take_up(path: pathlib.Path, folder: pathlib.Path, config: RunConfig) -> Taken:
+    """Looks into the run folder of the checkpoint at `path` before anything is computed. Raises
+    UserError where what the end of the run needs is missing or damaged, or the checkpoint is not
+    of this config (see `check_config`) or past its steps."""
+    step, host = checkpoint.read_host(path)
+    check_config(path, host, config)
+    if config.steps < step:
+        raise UserError(f"steps is {config.steps}, but {path} is at step {step} already: nothing "
+                        "to train; give more steps")
+    before = _read(folder / BEFORE)
+    try:
+        float(before["held_in_sampled"]["progress"])
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{folder / BEFORE}: holds no score of held-in tasks; {_REMEDY}") from None
+    rows = folder / metrics.FILE
+    if step and not (rows.is_file() and any(row["step"] < step for row in metrics.read(rows))):
+        raise UserError(f"{rows}: holds none of the {step} steps before {path.name}; {_REMEDY}")
+    if config.steps == step and (folder / SUMMARY).is_file():
+        summary = _read(folder / SUMMARY)
+        if isinstance(summary, dict) and summary.get("steps") == step:
+            print(f"{path} is at step {step} already: nothing to train", flush=True)
+            return Taken(before, summary)
+    return Taken(before)
+
+
+def _read(path: pathlib.Path) -> Json:
+    if not path.is_file():
+        raise UserError(f"{path}: missing; {_REMEDY}")
+    return read_json(path, _REMEDY)
 
 
 def check_config(path: pathlib.Path, host: Json, config: RunConfig,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rods_jax import boundary, checkpoint, curriculum, ledger, rewards, task_pool
-from rods_jax.config import UserError, naming, read_json, to_json, write_json
+from rods_jax.config import UserError, naming, to_json, write_json
 from rods_jax.evaluate import EvalResult, evaluate_ways
 from rods_jax.grpo import tally
 from rods_jax.ledger import Ledger, Op
@@ -29,7 +29,7 @@ from rods_jax.learner import Learner, trainer_mesh
 from rods_jax.metrics import CompileCounter, MetricWriter, Progress, read
 from rods_jax.policy import build, check_model, model_files, model_shape, split
 from rods_jax.pool_programs import pool_programs
-from rods_jax.resume import check_config
+from rods_jax.resume import BEFORE, SUMMARY, take_up
 from rods_jax.rollout.engine import Engine, RolloutStats, make_prompt
 from rods_jax.rollout.weights import local_mesh, make_weights
 from rods_jax.run_config import RunConfig, batch_shape
@@ -360,8 +360,7 @@ class Run:
         return {"train": self.learner.state.replace(frozen=None), "pool": self.pool}
 
     def resume(self, path: pathlib.Path) -> None:
-        """Takes up a checkpoint of the same config (see `check_config`). Raises
-        CheckpointError."""
+        """Takes up a checkpoint of the same config (see `take_up`). Raises CheckpointError."""
         restored = checkpoint.restore(path, self._arrays())
         host, frozen = restored.host, self.learner.state.frozen
         check_model(self.config.policy, self.parts.decoder.config, frozen, host, path)
@@ -393,17 +392,17 @@ def train(config: RunConfig, folder: pathlib.Path, cache: pathlib.Path,
     `folder`, and returns the summary."""
     began = time.perf_counter()
     checkpoint.clean(folder / "checkpoints")
-    if resume is not None:
-        check_config(resume, checkpoint.read_host(resume)[1], config)
+    taken = None if resume is None else take_up(resume, folder, config)
+    if taken and taken.summary:
+        return taken.summary
     with naming(folder), Run(config, folder, cache) as run:
-        return _train(run, resume, began)
+        return _train(run, resume, taken and taken.before, began)
 
 
-def _train(run: Run, resume: pathlib.Path | None, began: float) -> dict[str, Any]:
-    config, folder, before = run.config, run.folder, None
+def _train(run: Run, resume: pathlib.Path | None, before: Json, began: float) -> dict[str, Any]:
+    config, folder = run.config, run.folder
     if resume is not None:
         run.resume(resume)
-        before = read_json(folder / "before.json", "restore it or start a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", to_json(config))
     if config.synthesis_on:
@@ -413,13 +412,13 @@ def _train(run: Run, resume: pathlib.Path | None, began: float) -> dict[str, Any
     if before is None:
         print(f"evaluating {len(run.held_in + run.new_structures)} tasks first", flush=True)
         before = _as_json(run.evaluate(config.eval.greedy))
-        write_json(folder / "before.json", before)
+        write_json(folder / BEFORE, before)
     _steps(run, resume is not None)
     after = _as_json(run.evaluate(config.eval.greedy))
     run.save()
     summary = _summary(run, before, after, time.perf_counter() - began)
     summary |= curriculum.trained(config.curriculum, read(folder / "metrics.jsonl"))
-    write_json(folder / "summary.json", summary)
+    write_json(folder / SUMMARY, summary)
     return summary
 
 

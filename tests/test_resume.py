@@ -1,12 +1,15 @@
 """Whether a checkpoint is of a run with these settings, also one from before some of them."""
 
 import dataclasses
+import json
 import pathlib
 
+import numpy as np
 import pytest
 
+from rods_jax import checkpoint
 from rods_jax.config import UserError, to_json
-from rods_jax.resume import FREE_OF_WEIGHTS, FREE_ON_RESUME, check_config
+from rods_jax.resume import FREE_OF_WEIGHTS, FREE_ON_RESUME, check_config, take_up
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.endpoint import EndpointConfig
 from rods_jax.synthesis.pipeline import SynthesisConfig
@@ -68,3 +71,59 @@ def test_a_setting_that_is_gone_is_one_line():
 def test_a_checkpoint_without_a_config_is_one_line():
     with pytest.raises(UserError, match="is not the checkpoint of a training run"):
         check_config(PLACE, {}, RUN)
+
+
+# ---------------------------------------------------------------- the run's folder
+
+STEP = 8
+AT_END = dataclasses.replace(RUN, steps=STEP)
+BEFORE, SUMMARY = {"held_in_sampled": {"progress": 0.25}}, {"steps": STEP, "before": 0.25}
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A run of STEP steps that has ended: its checkpoint and its folder."""
+    path = checkpoint.save(tmp_path / "checkpoints", STEP, {"x": np.zeros(1)}, written(steps=STEP))
+    (tmp_path / "before.json").write_text(json.dumps(BEFORE))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(STEP)))
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    return path, tmp_path
+
+
+def test_a_run_without_steps_left_gives_its_summary(place, capsys):
+    path, folder = place
+    taken = take_up(*place, AT_END)
+    assert (taken.before, taken.summary) == (BEFORE, SUMMARY)
+    assert capsys.readouterr().out == f"{path} is at step 8 already: nothing to train\n"
+    assert take_up(*place, dataclasses.replace(RUN, steps=STEP + 1)).summary is None
+    with pytest.raises(UserError, match="steps is 2, but .* is at step 8 already: nothing to"):
+        take_up(*place, dataclasses.replace(RUN, steps=2))
+    for other in ({"steps": 4}, {}, []):  # of an earlier end, or no summary: the end is to be made
+        (folder / "summary.json").write_text(json.dumps(other))
+        assert take_up(*place, AT_END).summary is None
+    (folder / "summary.json").unlink()
+    assert take_up(*place, AT_END).before == BEFORE
+
+
+@pytest.mark.parametrize("name, text, words", [
+    ("before.json", None, "missing"), ("before.json", "{}", "holds no score of held-in tasks"),
+    ("before.json", '{"held_in_sampled": {"progress": null}}', "holds no score"),
+    ("before.json", "{", "is not JSON"), ("metrics.jsonl", None, "holds none of the 8 steps"),
+    ("metrics.jsonl", "", "holds none of the 8 steps"),
+    ("metrics.jsonl", '{"step": 9}\n', "holds none of the 8 steps before step_000000008"),
+    ("summary.json", "{", "is not JSON"),
+])
+def test_a_damaged_folder_is_one_line_at_the_start(place, name, text, words):
+    file = place[1] / name
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=f"{file}: {words}.*; restore it, or begin the run anew"):
+        take_up(*place, AT_END)
+
+
+def test_a_checkpoint_of_no_step_needs_no_metrics(place):
+    _, folder = place
+    first = checkpoint.save(folder / "other", 0, {"x": np.zeros(1)}, written())
+    (folder / "metrics.jsonl").unlink()
+    assert take_up(first, folder, RUN).before == BEFORE

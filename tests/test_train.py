@@ -388,6 +388,33 @@ def test_resuming_with_another_config_is_one_line(folder, whole):
     assert sorted(p.name for p in whole[0].iterdir()) == before
 
 
+def test_a_run_that_has_ended_is_left_as_it_is(folder, whole, capsys):
+    config = write_config(folder / "ended.py", **EVERY)
+    files = {p: p.stat().st_mtime_ns for p in whole[0].rglob("*")}
+    train_entry.main(["--config", str(config), "--out", str(whole[0]), "--cache",
+                      str(folder / "cache"), "--resume", "--json", "-"])
+    *_, told, summary = capsys.readouterr().out.splitlines()
+    assert told.endswith("step_000000004 is at step 4 already: nothing to train")
+    assert json.loads(summary) == whole[1]
+    assert {p: p.stat().st_mtime_ns for p in whole[0].rglob("*")} == files
+
+
+def test_a_run_whose_folder_is_removed_stops_after_its_step(folder, whole, monkeypatch):
+    path, step, steps = folder / "gone", Run.train_step, []
+
+    def step_and_remove(run):
+        steps.append(run.step)
+        found = step(run)
+        if run.step == 2:
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(Run, "train_step", step_and_remove)
+    with pytest.raises(UserError, match="gone/.* was removed while the run wrote to it"):
+        train(tiny_config(**EVERY), path, folder / "cache")
+    assert steps == [0, 1]
+
+
 # ---------------------------------------------------------------- experiments.evaluate
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.docs_block import write_block
+from experiments.docs_block import check_number, check_outputs, write_block
 from experiments.simulated_policy import at_boundary, binary_tasks, fractional_tasks
 from rods_jax import boundary, task_pool
 from rods_jax.boundary import BoundaryConfig, GroupStats, Interval, Zone
@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", metavar="FILE", help="page that takes the table")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = parser.parse_args(argv)
+    check_outputs("boundary_study", args.out, json=args.json)
+    check_number("--seed", args.seed, 0)
     if args.tasks < POOL or args.tasks % POOL:
         raise UserError(f"--tasks is {args.tasks}: give a multiple of {POOL}")
     if min(args.rollouts) < 2:

@@ -18,7 +18,7 @@ import pathlib
 from collections.abc import Sequence
 
 from rods_jax import checkpoint, startup
-from rods_jax.config import load, run_main, write_json
+from rods_jax.config import check_out, load, run_main, write_json
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.run_config import RunConfig
 from rods_jax.tools.bfcl_env import MAX_STEPS
@@ -44,6 +44,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     config = load(args.config, args.set, RunConfig)
+    if args.json and args.json != "-":
+        check_out(args.json)
     if args.official:
         config = official(config)
     path = args.checkpoint

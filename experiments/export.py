@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rods_jax import checkpoint, startup
-from rods_jax.config import UserError, load, run_main, write_json
+from rods_jax.config import UserError, check_out, load, run_main, write_json
 from rods_jax.models.hf.publish import free_target
 from rods_jax.run_config import PolicySource, RunConfig
 
@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.checkpoint and args.checkpoint.absolute() in args.out.absolute().parents:
         raise UserError(f"--out {args.out} lies within --checkpoint {args.checkpoint}, which "
                         "holds what the run needs: name a place of its own")
+    if args.json and args.json != "-":
+        check_out(args.json)
     free_target(args.out)  # before anything is loaded
     step, host = checkpoint.read_host(args.checkpoint) if args.checkpoint else (0, None)
     print(json.dumps(startup.start(config.platform)), flush=True)

@@ -29,6 +29,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from experiments.docs_block import check_outputs
 from rods_jax import boundary, checkpoint, rewards, startup
 from rods_jax.boundary import BoundaryConfig, Zone
 from rods_jax.config import UserError, check_out, load, run_main, write_json
@@ -416,6 +417,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"group_size is {config.group_size}: a group is compared with itself by "
                         "halves, give 4 or more")
     check_out(args.out, folder=True)
+    check_outputs("gradient_study", json=args.json)
     print(json.dumps(startup.start(config.platform)), flush=True)
     results = {}
     for name, found in study(config, args.checkpoint, args.tasks, args.cache):

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.docs_block import write_block
+from experiments.docs_block import check_outputs, write_block
 from rods_jax import ledger, report
 from rods_jax.boundary import BoundaryConfig, Zone, above, below
-from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.config import UserError, run_main, write_json
 from rods_jax.ledger import Event
 from rods_jax.tasks.leakage import VARIANT_MARK
 from rods_jax.types import Json
@@ -141,9 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="FILE", help="PNG of all runs' variants together")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = parser.parse_args(argv)
-    for path in (args.plot, args.json):
-        if path and path != "-":
-            check_out(path)
+    check_outputs("landing", args.out, args.plot, args.json)
     found = {}
     for folder in args.runs:
         path = folder / ledger.FILE

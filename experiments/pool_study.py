@@ -15,14 +15,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.docs_block import write_block
+from experiments.docs_block import check_number, check_outputs, write_block
 from experiments.pool_simulation import EpochRow, Forgetting, Outage, Scenario, simulate
 from rods_jax import report
-from rods_jax.config import UserError, check_out, run_main, write_json
+from rods_jax.config import UserError, run_main, write_json
 from rods_jax.task_pool import PoolConfig, Priority
 from rods_jax.types import Json
 
 Rows = Sequence[EpochRow]
+MOST_SEEDS = 1_000_000
+BESIDE = 10  # epochs before and after one that forgets, which `recovery` compares
 
 
 class Arm(enum.Enum):
@@ -37,6 +39,11 @@ class Arm(enum.Enum):
     FORGET_PAPER = "forgetting: the paper's rules"
     FORGET_BLIND = "forgetting: follow"
     FORGET_PROBES = "forgetting: follow, probe_rate 0.05"
+
+
+# In half of them an arm forgets or has an outage, of a tenth of them.
+LEAST_EPOCHS = {Arm.OUTAGE: 10} | dict.fromkeys(
+    (Arm.FORGET_PAPER, Arm.FORGET_BLIND, Arm.FORGET_PROBES), 2 * BESIDE + 1)
 
 
 def base_of(seeds: int, epochs: int, random_seed: int = 0, tasks_per_step: int = 32) -> Scenario:
@@ -129,9 +136,21 @@ def recovery(rows: Rows, event: Forgetting) -> Recovery:
     at = event.epoch + 1
     back = [i for i in range(at, len(rows)) if skills[i] >= skills[event.epoch]]
     return Recovery(
-        before=groups(rows[at - 10:at]), after=groups(rows[at:at + 10]), last=groups(rows[-10:]),
+        before=groups(rows[at - BESIDE:at]), after=groups(rows[at:at + BESIDE]),
+        last=groups(rows[-BESIDE:]),
         epochs=back[0] - event.epoch if back else None,
         revived=rows[-1].revived - rows[event.epoch].revived)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError, naming the argument, before the first arm runs."""
+    check_outputs("pool_study", args.out, args.plot, args.json)
+    if args.arms and (args.out or args.plot):
+        raise UserError("--out and --plot show all arms: leave --arms out")
+    check_number("--seeds", args.seeds, 1, MOST_SEEDS)
+    check_number("--seed", args.seed, 0)
+    wanted = [Arm[name.upper()] for name in args.arms] if args.arms else list(Arm)
+    check_number("--epochs", args.epochs, max(LEAST_EPOCHS.get(arm, 1) for arm in wanted))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -145,11 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="FILE", help="PNG of the curves")
     parser.add_argument("--json", metavar="FILE", help="figures as JSON; - prints them last")
     args = parser.parse_args(argv)
-    for path in (args.plot, args.json):
-        if path and path != "-":
-            check_out(path)
-    if args.arms and (args.out or args.plot):
-        raise UserError("--out and --plot show all arms: leave --arms out")
+    check(args)
     base = base_of(args.seeds, args.epochs, args.seed)
     cases, runs = scenarios(base), {}
     if args.arms:

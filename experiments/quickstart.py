@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     config = load(CONFIG, args.set, RunConfig)
     check_out(args.out, folder=True)
+    if args.json and args.json != "-":
+        check_out(args.json)
     for arm in ARMS:
         shutil.rmtree(args.out / arm, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)

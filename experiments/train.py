@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = load(args.config, args.set, RunConfig)
     folder = args.out or pathlib.Path("runs") / pathlib.Path(args.config).stem
     check_out(folder, folder=True)
+    if args.json and args.json != "-":
+        check_out(args.json)
     print(json.dumps(startup.start(config.platform)), flush=True)
     with locked(lock_of(folder), f"{folder}: another process trains there; give another --out"):
         resume = find_checkpoint(folder / "checkpoints", args.resume)

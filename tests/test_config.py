@@ -236,6 +236,16 @@ def test_run_main_leaves_faults_of_the_code_alone():
     assert end.value.code == 0
 
 
+def test_a_full_disk_that_has_no_name_gets_the_folders(tmp_path):
+    with pytest.raises(config.UserError) as error, config.naming(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert line(error) == (f"{tmp_path}: No space left on device: make room there and start again, "
+                           "with --resume where it has a checkpoint")
+    with pytest.raises(OSError, match="odd") as other, config.naming(tmp_path):
+        raise OSError(errno.EIO, "odd")
+    assert other.value.errno == errno.EIO
+
+
 def test_run_main_in_a_process(tmp_path):
     code = ("from rods_jax import config\n"
             "config.run_main(lambda: config.load('nowhere.py', [], dict))")

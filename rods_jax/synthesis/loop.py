@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rods_jax.synthesis import hosts
 from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Digest, Header, answer, begin,
@@ -56,6 +57,17 @@ class LoopConfig:
             raise ValueError(f"timeout_s is {self.timeout_s}: give seconds above 0")
 
 
+class TrainersWriter(Protocol):
+    """A writer that needs the trainer's thread. The synthesizer asks it through an endpoint; it
+    answers from `poll`, and so also while `collect` waits."""
+
+    def answer(self) -> None:
+        """Answers what was asked by now; what comes later waits for the next call."""
+
+    def close(self) -> None:
+        """Tells those that wait that there will be no answer."""
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -65,13 +77,15 @@ class Synthesizer:
     Called from one thread, the trainer's; nothing here runs beside it.
 
     A folder that an earlier run left is emptied at `open`. make: the maker of a THREAD host.
-    say: takes the lines for the person, on standard error by itself."""
+    say: takes the lines for the person, on standard error by itself. writer: one that needs the
+    trainer's thread; it is closed with this."""
 
     def __init__(self, folder: Path, header: Header, config: SynthesisConfig,
                  make: Callable[[Header], Maker], loop: LoopConfig = LoopConfig(), *,
-                 say: Callable[[str], None] = _say):
+                 say: Callable[[str], None] = _say, writer: TrainersWriter | None = None):
         self._folder, self._header, self._config = Path(folder), header, config
         self._make, self._loop, self._say = make, loop, say
+        self._writer, self.writing_s = writer, 0.0  # seconds that the trainer's thread wrote
         self._asked = Asked()
         self._outcomes = Tail(self._folder / OUTCOMES)
         self._watch = OutageWatch(config.on_outage, say)
@@ -125,9 +139,17 @@ class Synthesizer:
         return len(taken)
 
     def poll(self) -> None:
-        """Reads what has been made, and starts a process that died again. Never waits. Raises
-        JournalError for a damaged file, Stopped where the synthesizer cannot be kept alive or
-        stopped because its endpoint is down; `state` is then as it was."""
+        """Lets a writer in this thread answer, reads what has been made, and starts a process
+        that died again. Waits for nobody. Raises JournalError for a damaged file, Stopped where
+        the synthesizer cannot be kept alive or stopped because its endpoint is down; `state` is
+        then as it was."""
+        if self._writer is not None and self._requests is not None and not self._closed:
+            began = time.monotonic()
+            self._writer.answer()
+            self.writing_s += time.monotonic() - began
+        self._look()
+
+    def _look(self) -> None:
         if self._requests is None:
             return
         self._outcomes.feed(self._take)
@@ -143,13 +165,13 @@ class Synthesizer:
         given) loses nothing; or, as the config says, takes those that are there. They also stay
         in `waiting` until settled."""
         limit = self._loop.timeout_s if timeout_s is None else timeout_s
-        end, (pause, longest) = time.monotonic() + limit, _PAUSES_S
-        self.poll()
+        end, (pause, longest) = time.monotonic() + limit - self.writing_s, _PAUSES_S
+        self._look()
         while self._due(upto_step):
             self._check_open()
             if not self._loop.wait:
                 break
-            if time.monotonic() >= end:
+            if time.monotonic() - self.writing_s >= end:  # writing is no waiting
                 to_go = len(self._asked.requests) - self.answered
                 raise TimeoutError(
                     f"synthesis of step {self._asked.requests[self.answered].step} has not ended "
@@ -219,6 +241,8 @@ class Synthesizer:
         if self._closed:
             return
         self._closed = True
+        if self._writer is not None:
+            self._writer.close()
         if self._requests is not None:
             if ended:
                 self._requests.append([{"end": True}])
@@ -250,8 +274,8 @@ class Synthesizer:
     @classmethod
     def restore(cls, state: Mapping[str, Json], folder: Path, header: Header,
                 config: SynthesisConfig, make: Callable[[Header], Maker],
-                loop: LoopConfig = LoopConfig(), *,
-                say: Callable[[str], None] = _say) -> Synthesizer:
+                loop: LoopConfig = LoopConfig(), *, say: Callable[[str], None] = _say,
+                writer: TrainersWriter | None = None) -> Synthesizer:
         """A synthesizer that goes on as the one that gave `state` would have. Raises
         JournalError where the folder does not hold what the state speaks of."""
         if state["version"] != STATE_VERSION or state["run_seed"] != header.run_seed:
@@ -259,7 +283,7 @@ class Synthesizer:
                 f"synthesizer state has version {state['version']} and run seed "
                 f"{state['run_seed']}, this run has {STATE_VERSION} and {header.run_seed}: "
                 "resume with the run's own code and seed")
-        new = cls(folder, header, config, make, loop, say=say)
+        new = cls(folder, header, config, make, loop, say=say, writer=writer)
         new._last_step, new._refused = state["last_step"], state["refused"]
         new._next_index = dict(state["next_index"])
         if state["asked"]:

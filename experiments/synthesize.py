@@ -71,6 +71,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if args.writer == WriterKind.POLICY.value:
+        raise UserError("--writer policy is the model that a training run trains, and there is "
+                        "none here: export a checkpoint (experiments.export), serve it, for "
+                        "instance with vLLM, and give --writer llm --base-url URL --model NAME")
     for name in ("count", "workers", "max_attempts"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")
@@ -83,10 +87,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{args.seeds}: holds no task; give at least one seed")
     held_in = (read_tasks(args.held_in) if args.held_in else
                [task for name in suite.held_out for task in suite.split(name)])
-    if args.writer == WriterKind.POLICY.value:
-        raise UserError("--writer policy is the model that a training run trains, and there is "
-                        "none here: export a checkpoint (experiments.export), serve it, for "
-                        "instance with vLLM, and give --writer llm --base-url URL --model NAME")
     config = _config(args)
     header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),
               "held_in": _digest(held_in), "config": _decisive(config)}

@@ -50,7 +50,7 @@ class PolicyWriter:
         return dataclasses.replace(config.synthesis, endpoint=dataclasses.replace(
             endpoint, base_url=self._endpoint.url, model=MODEL,
             temperature=config.writing.temperature, max_tokens=config.writing.max_new,
-            concurrency=config.writing.at_once,
+            concurrency=max(2, config.writing.at_once),  # see Synthesizer
             # An answer has to wait for a step, and may as long as the trainer waits for one.
             timeout_s=max(endpoint.timeout_s, config.synthesizer.timeout_s)))
 

@@ -15,6 +15,7 @@ and collected, never on how fast the synthesizer is.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import sys
 import time
@@ -78,7 +79,8 @@ class Synthesizer:
 
     A folder that an earlier run left is emptied at `open`. make: the maker of a THREAD host.
     say: takes the lines for the person, on standard error by itself. writer: one that needs the
-    trainer's thread; it is closed with this."""
+    trainer's thread; it is closed after the host, so that no attempt fails for it, and needs an
+    endpoint with a concurrency of 2 or more, so that the host itself waits for no answer."""
 
     def __init__(self, folder: Path, header: Header, config: SynthesisConfig,
                  make: Callable[[Header], Maker], loop: LoopConfig = LoopConfig(), *,
@@ -241,14 +243,13 @@ class Synthesizer:
         if self._closed:
             return
         self._closed = True
-        if self._writer is not None:
-            self._writer.close()
         if self._requests is not None:
             if ended:
                 self._requests.append([{"end": True}])
             self._requests.close()
-        if self._host is not None:
-            self._host.close(timeout_s)
+        with contextlib.closing(self._writer) if self._writer else contextlib.nullcontext():
+            if self._host is not None:
+                self._host.close(timeout_s)
 
     def __enter__(self) -> Synthesizer:
         return self

@@ -8,14 +8,16 @@ import json
 import re
 import socket
 import threading
-import time
 
 import pytest
+from loop_cases import tiny_config
 from synthesis_cases import (CONFIG, EXPECTED, REQUESTS, ServedNotes, ask, header_of, maker_of,
                              uids)
+from test_synthesis_process import until
 
 from experiments import synthesize as entry
-from rods_jax.config import UserError
+from rods_jax.config import UserError, to_json
+from rods_jax.resume import check_config
 from rods_jax.run_synthesis import figures
 from rods_jax.synthesis.endpoint import Endpoint, EndpointConfig, FailureKind
 from rods_jax.synthesis.hosts import Host
@@ -47,13 +49,6 @@ def ask_it(endpoint):
 
 def config_of(endpoint, **changes):
     return EndpointConfig(**{"base_url": endpoint.url, "model": MODEL, "tries": 1} | changes)
-
-
-def until(true, seconds=30):
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def echo(asked):
@@ -342,3 +337,30 @@ def test_without_a_training_run_it_is_refused_with_a_remedy(tmp_path, capsys):
 def test_nobody_judges_its_own_text():
     with pytest.raises(ValueError, match="judge is True, but with writer policy .*leave judge out"):
         SynthesisConfig(writer=WriterKind.POLICY, judge=True)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, "source compact has words for tools alone, .*policy.source to hf or smollm2"),
+    ({"synthesizer": {"host": "elsewhere"}},
+     "host is elsewhere, .*on this machine alone: .*vLLM and set synthesis.writer to llm"),
+    ({"synthesis": {"writer": "policy", "endpoint": {"base_url": "http://localhost:8000/v1"}}},
+     "endpoint.base_url has no effect with synthesis.writer policy.* leave it out"),
+    ({"synthesis": {"writer": "policy", "endpoint": {"max_tokens": 64}}},
+     "endpoint.max_tokens has no effect .*writing has length"),
+    ({"synthesis": {}, "writing": {"max_new": 64}},
+     "writing is set, but synthesis.writer is template: set it to policy"),
+    ({"writing": {"max_new": 0}}, "writing.max_new is 0")])
+def test_what_cannot_be_is_named_before_anything_is_loaded(changes, words):
+    plain = {"warm_start": None, "synthesis": {"writer": "policy"}}
+    if changes:
+        plain["policy"] = {"source": "hf", "path": "model"}
+    with pytest.raises(ValueError, match=words) as error:
+        tiny_config(**plain | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_how_it_writes_may_change_in_a_resumed_run(tmp_path):
+    mine = tiny_config(warm_start=None, synthesis={"writer": "policy"},
+                       policy={"source": "hf", "path": "model"})
+    theirs = dataclasses.replace(mine, writing=dataclasses.replace(mine.writing, max_new=64))
+    check_config(tmp_path, {"config": to_json(theirs)}, mine)

@@ -26,10 +26,13 @@ from rods_jax.models.hf.adapter import load_adapter
 from rods_jax.models.hf.config import Family
 from rods_jax.models.hf.export import export
 from rods_jax.models.hf.load import load
+from rods_jax.rollout.writing import Writing
 from rods_jax.run_config import RunConfig
 from rods_jax.synthesis.exchange import FOLDER, HEADER, OUTCOMES
-from rods_jax.synthesis.outcome import outcome_from_json
+from rods_jax.synthesis.outcome import Candidate, outcome_from_json
 from rods_jax.synthesis.policy_endpoint import PolicyEndpoint
+from rods_jax.synthesis.writers import TemplateWriter, writer_messages
+from rods_jax.text.free import Text
 from rods_jax.text.hermes import full_schema
 from rods_jax.text.tokenizer_files import SpecialTokens, write_tokenizer
 from rods_jax.tools.toolbox import ToolboxSuite
@@ -296,6 +299,37 @@ def test_nonsense_falls_back_to_the_template(model, tmp_path):
     assert told["outages"] == 0 and told["writing_s"] > 0 and rows[-1]["born"] > 0
     assert endpoint["model"] == "policy" and endpoint["base_url"].startswith("http://127.0.0.1:")
     assert (endpoint["max_tokens"], endpoint["concurrency"], endpoint["timeout_s"]) == (8, 8, 600)
+
+
+@pytest.mark.slow
+def test_a_policy_that_writes_good_texts_is_trained_on_them(model, tmp_path, monkeypatch):
+    """From the engine's place, where the templates' texts of a first run stand in for those of
+    a good model, to the rows of the pool and into the rollouts."""
+    texts, by_template = {}, TemplateWriter.write
+
+    def key(messages):
+        return json.dumps([dict(message) for message in messages])
+
+    def recorded(self, story, rng, feedback):
+        written = by_template(self, story, rng, feedback)
+        texts[key(writer_messages(story, feedback))] = written.texts
+        return written
+
+    def write(self, params, asked, rng):
+        assert "layers" in params
+        return [Text(json.dumps({"turns": texts[key(each.messages)]}), True) for each in asked]
+
+    monkeypatch.setattr(TemplateWriter, "write", recorded)
+    plain = {name: value for name, value in WRITES.items()
+             if not name.startswith(("writing.", "synthesis.endpoint", "synthesis.writer"))}
+    run(model, tmp_path / "template", **plain)
+    monkeypatch.setattr(Writing, "write", write)
+    rows = run(model, tmp_path / "policy", **WRITES)
+    made, told = outcomes(tmp_path / "policy"), rows[-1]["synthesis"]
+    assert {o.writer for o in made} == {"policy"} and not told["failures"]
+    assert rows[-1]["born"] == sum(isinstance(o, Candidate) for o in made)
+    assert rows[-1]["admitted"] > 0 and any(row["drawn_generated"] for row in rows)
+    assert all(row["drifts"] == row["env_errors"] == 0 for row in rows)
 
 
 @pytest.mark.slow

@@ -8,17 +8,19 @@ import json
 import re
 import socket
 import threading
+import time
+import types
 
 import pytest
 from loop_cases import tiny_config
-from synthesis_cases import (CONFIG, EXPECTED, REQUESTS, ServedNotes, ask, header_of, maker_of,
-                             uids)
+from synthesis_cases import CONFIG, EXPECTED, ServedNotes, ask, header_of, maker_of, uids
 from test_synthesis_process import until
 
 from experiments import synthesize as entry
 from rods_jax.config import UserError, to_json
 from rods_jax.resume import check_config
 from rods_jax.run_synthesis import figures
+from rods_jax.synthesis import loop
 from rods_jax.synthesis.endpoint import Endpoint, EndpointConfig, FailureKind
 from rods_jax.synthesis.hosts import Host
 from rods_jax.synthesis.loop import LoopConfig, Synthesizer
@@ -217,11 +219,12 @@ def _key(messages):
 
 @pytest.fixture(scope="module")
 def by_template(tmp_path_factory):
-    """What the template makes of REQUESTS, and its texts by the messages asking for them."""
+    """What the template makes of the requests, and its texts by the messages asking for them."""
     texts = {}
-    maker = dataclasses.replace(maker_of()(), writer=Recorder(texts))
-    with Synthesizer(tmp_path_factory.mktemp("template"), header_of(), CONFIG, lambda: maker,
-                     LoopConfig()) as synthesizer:
+    with Synthesizer(
+            tmp_path_factory.mktemp("template"), header_of(), CONFIG,
+            lambda header: dataclasses.replace(maker_of()(header), writer=Recorder(texts)),
+            LoopConfig()) as synthesizer:
         ask(synthesizer)
         return synthesizer.collect(9, 30), texts
 
@@ -246,9 +249,9 @@ def policy(writer, **changes):
         "endpoint": config_of(writer.endpoint, timeout_s=60.0), "max_rewrites": 0} | changes)
 
 
-def beside(folder, writer, config, said=print, **loop):
+def beside(folder, writer, config, said=print, **where):
     return Synthesizer(folder, header_of(config=config), config, maker_of(config=config),
-                       LoopConfig(**loop), say=said, writer=writer)
+                       LoopConfig(**where), say=said, writer=writer)
 
 
 @pytest.mark.parametrize("host", [Host.THREAD, Host.PROCESS])
@@ -282,6 +285,24 @@ def test_where_training_does_not_wait_each_look_writes_a_few(tmp_path, by_templa
         until(lambda: synthesizer.poll() or found.extend(synthesizer.collect(9))
               or len(found) == len(EXPECTED))
     assert [c.task for c in found] == [c.task for c in candidates]
+
+
+def test_writing_is_no_waiting(tmp_path, by_template, monkeypatch):
+    """An admission may wait for a minute; here each text takes the trainer longer than that."""
+    candidates, texts = by_template
+    spent = [0.0]
+
+    def write(messages):
+        spent[0] += 100
+        return Text(json.dumps({"turns": texts[_key(messages)]}), True)
+
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(
+        monotonic=lambda: time.monotonic() + spent[0], sleep=time.sleep))
+    writer = Scripted(write)
+    with beside(tmp_path, writer, policy(writer)) as synthesizer:
+        ask(synthesizer)
+        assert len(synthesizer.collect(9, 60.0)) == len(candidates)
+        assert 900 <= synthesizer.writing_s < 960
 
 
 @pytest.mark.parametrize("on_outage", [OnOutage.FALL_BACK, OnOutage.GO_ON])

@@ -71,6 +71,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if args.writer == WriterKind.POLICY.value:
+        raise UserError("--writer policy is the model that a training run trains, and there is "
+                        "none here: export a checkpoint (experiments.export), serve it, for "
+                        "instance with vLLM, and give --writer llm --base-url URL --model NAME")
     for name in ("count", "workers", "max_attempts"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")

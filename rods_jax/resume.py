@@ -17,7 +17,7 @@ _REMEDY = "restore it, or begin the run anew in another folder"
 # Fields that decide nothing a step computes, so a resumed run may change them; what lies at
 # policy.path is compared itself, and a language model answers differently anyway.
 FREE_ON_RESUME = ("steps", "platform", "checkpoint_every", "keep_checkpoints", "workers",
-                  "mesh", "rollout_tensor", "batch", "policy.path", "synthesis.endpoint",
+                  "mesh", "rollout_tensor", "batch", "policy.path", "synthesis.endpoint", "writing",
                   "synthesizer.host", "synthesizer.timeout_s")
 # Fields of a policy that decide nothing of its weights.
 FREE_OF_WEIGHTS = ("policy.path", "policy.attention", "policy.remat", "policy.compute_dtype")

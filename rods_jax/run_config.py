@@ -19,9 +19,13 @@ from rods_jax.models.sharding import MeshConfig
 from rods_jax.rollout.engine import EngineConfig
 from rods_jax.rollout.shapes import SamplerConfig
 from rods_jax.rollout.weights import Precision
+from rods_jax.rollout.writing import WritingConfig
 from rods_jax.startup import Platform
+from rods_jax.synthesis.endpoint import EndpointConfig
+from rods_jax.synthesis.hosts import Host
 from rods_jax.synthesis.loop import LoopConfig
 from rods_jax.synthesis.pipeline import SynthesisConfig
+from rods_jax.synthesis.writers import WriterKind
 from rods_jax.task_pool import PoolConfig
 from rods_jax.text.chat import Thinking
 from rods_jax.text.hermes import Schemas
@@ -232,7 +236,8 @@ class RunConfig:
     """tasks_per_step T, group_size K, minibatches: optimizer steps a batch of T is split
     into; batch: how each is packed.
     synthesis_on: False is the static baseline, whatever the stages say.
-    synthesis: how a variant is made; synthesizer: where, and whether training waits for it.
+    synthesis: how a variant is made; synthesizer: where, and whether training waits for it;
+    writing: how the policy writes where it is the writer.
     seed_rule: how seeds of synthesis are chosen. queue: admission batches that may wait
     before no more variants are asked for. admit_every: steps between admissions; 0 is the
     paper's, at epoch boundaries. checkpoint_every: steps; 0 only at the end.
@@ -264,6 +269,7 @@ class RunConfig:
     pool: PoolConfig = PoolConfig()
     synthesis: SynthesisConfig = SynthesisConfig()
     synthesizer: LoopConfig = LoopConfig()
+    writing: WritingConfig = WritingConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     eval: EvalConfig = EvalConfig()
     queue: int = 2
@@ -296,11 +302,37 @@ class RunConfig:
         if self.pool.capacity < self.tasks.seeds:
             raise ValueError(f"pool.capacity {self.pool.capacity} is below tasks.seeds "
                              f"{self.tasks.seeds}: raise it to seeds + p_max")
+        self._check_writer()
         if self.rollout_weights is not Precision.TRAINED \
                 and self.update.loss.truncated_importance is None:
             raise ValueError(f"rollout_weights is {self.rollout_weights.value}, so the sampler's "
                              "log-probs are not the trainer's own: set "
                              "update.loss.truncated_importance, to 2.0 for one")
+
+    def _check_writer(self) -> None:
+        """Raises ValueError where the policy shall write and cannot, or is told how and shall
+        not."""
+        if self.synthesis.writer is not WriterKind.POLICY:
+            if self.writing != WritingConfig():
+                raise ValueError("writing is set, but synthesis.writer is "
+                                 f"{self.synthesis.writer.value}: set it to policy, or leave "
+                                 "writing out")
+            return
+        if self.policy.source is PolicySource.COMPACT:
+            raise ValueError("synthesis.writer is policy, but one of source compact has words for "
+                             "tools alone, none for free text: set policy.source to hf or smollm2, "
+                             "or synthesis.writer to template or llm")
+        if self.synthesizer.host is Host.ELSEWHERE:
+            raise ValueError("synthesizer.host is elsewhere, but a policy that writes is reached "
+                             "on this machine alone: set it to thread or process, or serve an "
+                             "exported checkpoint (experiments.export) with vLLM and set "
+                             "synthesis.writer to llm")
+        for name in ("base_url", "model", "api_key_env", "temperature", "max_tokens",
+                     "concurrency"):
+            if getattr(self.synthesis.endpoint, name) != getattr(EndpointConfig(), name):
+                raise ValueError(f"synthesis.endpoint.{name} has no effect with synthesis.writer "
+                                 "policy, whose endpoint is the run's own: leave it out; writing "
+                                 "has length, temperature and number of texts")
 
     def check_training(self) -> None:
         """Raises ValueError, one line, for what may be evaluated but not trained."""

@@ -120,19 +120,21 @@ class Run:
 
     def _synthesizer(self, state: Json = None) -> Synthesizer:
         return make_synthesizer(self.config, self.folder, self.parts.suite, self.guard,
-                                [*self.seeds, *self.held_in], state)
+                                [*self.seeds, *self.held_in], state, self.engine, self._published)
+
+    def _published(self) -> tuple[Any, float]:
+        """The weights to play with, and the seconds that it took to make them."""
+        return self.weights.publish(self.learner.state.params, self.learner.state.frozen)
 
     def warm_up(self) -> int:
         """Compiles what later steps may be the first to use; how many are the rollouts'."""
-        state = self.learner.state
-        params, _ = self.weights.publish(state.params, state.frozen)
         self.programs.unseen(self.pool, self.epoch_start, np.ones(len(CATEGORIES), bool))
         pool = jax.tree.map(jnp.copy, self.pool)  # the programs take it along
         pool, _ = self.programs.retire(pool, self.step)
         pool, _ = self.programs.revive(pool)
         pool, _ = self.programs.prune(pool)
         self.programs.choose(pool, self.key, self.epoch, from_generated=False)
-        return self.engine.warm_up(params)
+        return self.engine.warm_up(self._published()[0])
 
     # ------------------------------------------------------------------ the pool's tasks
 
@@ -231,11 +233,10 @@ class Run:
         if not prompts:
             raise UserError(f"step {self.step}: no live task belongs to the categories of its "
                             "stage: raise tasks.seeds or change the stage")
-        state = self.learner.state
-        params, publish_s = self.weights.publish(state.params, state.frozen)
+        params, publish_s = self._published()
         groups, rolled = self.engine.run(params, prompts, config.group_size, rollout_key,
                                          config.update.temperature, config.tasks.hints)
-        del params, state  # the update needs the room
+        del params  # the update needs the room
         rewards_TxG, valid_TxG = self._rewards(groups, prompts, stage.reward)
         updates = self.learner.step(groups, rewards_TxG)
         stats = self.programs.group_stats(rewards_TxG, valid_TxG)
@@ -335,8 +336,7 @@ class Run:
     def evaluate(self, greedy: bool) -> dict[str, EvalResult]:
         """Held-in tasks; with `transfer` in the config those of unseen structures too."""
         sets = {"held_in": self.held_in, "new_structures": self.new_structures}
-        state = self.learner.state
-        params, _ = self.weights.publish(state.params, state.frozen)
+        params, _ = self._published()
         return {f"{name}_{way}": result for name, tasks in sets.items() if tasks
                 for way, result in evaluate_ways(self.engine, params, tasks,
                                                  self.config.seed, greedy).items()}

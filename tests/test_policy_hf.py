@@ -26,10 +26,17 @@ from rods_jax.models.hf.adapter import load_adapter
 from rods_jax.models.hf.config import Family
 from rods_jax.models.hf.export import export
 from rods_jax.models.hf.load import load
+from rods_jax.rollout.writing import Writing
 from rods_jax.run_config import RunConfig
+from rods_jax.synthesis.exchange import FOLDER, HEADER, OUTCOMES
+from rods_jax.synthesis.outcome import Candidate, outcome_from_json
+from rods_jax.synthesis.policy_endpoint import PolicyEndpoint
+from rods_jax.synthesis.writers import TemplateWriter, writer_messages
+from rods_jax.text.free import Text
 from rods_jax.text.hermes import full_schema
 from rods_jax.text.tokenizer_files import SpecialTokens, write_tokenizer
 from rods_jax.tools.toolbox import ToolboxSuite
+from test_synthesis_process import until
 
 CONFIG = pathlib.Path(__file__).resolve().parents[1] / "configs" / "hf_lora.py"
 TEMPLATES = pathlib.Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
@@ -255,6 +262,106 @@ def test_all_weights_train_without_lora(model, tmp_path):
     assert jax.tree.map(lambda x: x.dtype, before) == jax.tree.map(lambda x: x.dtype, after)
     assert all((np.asarray(a) != np.asarray(b)).any() for a, b in
                zip(jax.tree.leaves(before["layers"]), jax.tree.leaves(after["layers"])))
+
+
+# ---------------------------------------------------------------- as the writer of its variants
+
+# An untrained model writes nonsense; what counts is what becomes of that.
+WRITES = {"steps": 3, "admit_every": 1, "synthesis.writer": "policy", "writing.max_new": 8,
+          "synthesis.endpoint.tries": 1, "synthesis.max_rewrites": 0, "boundary.alpha_minus": 0.01,
+          "curriculum": {"stages": ({"steps": None, "reward": "format", "synthesis": True},)}}
+USELESS = {"not_json", "wrong_shape", "empty_content", "truncated"}  # somebody answered
+
+
+def outcomes(out):
+    return [outcome_from_json(json.loads(line)["outcome"])
+            for line in (out / FOLDER / OUTCOMES).read_text().splitlines()]
+
+
+def header(out):
+    return json.loads((out / FOLDER / HEADER).read_text())["config"]
+
+
+def assert_trained(rows):
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["grad_norm"] > 0 and all(row["drifts"] == 0 for row in rows)
+    assert not rows[1]["compiled"]  # writing needs no program of its own
+
+
+def test_nonsense_falls_back_to_the_template(model, tmp_path):
+    out = tmp_path / "out"
+    rows = run(model, out, **WRITES)
+    told, made, endpoint = rows[-1]["synthesis"], outcomes(out), header(out)["endpoint"]
+    assert_trained(rows)
+    assert made and {o.writer for o in made} == {"template"}
+    assert all(o.fell_back in USELESS and o.usage.prompt_tokens > 500 for o in made)
+    assert told["fallbacks"] == told["requests"] == sum(told["failures"].values()) == len(made)
+    assert told["outages"] == 0 and told["writing_s"] > 0 and rows[-1]["born"] > 0
+    assert endpoint["model"] == "policy" and endpoint["base_url"].startswith("http://127.0.0.1:")
+    assert (endpoint["max_tokens"], endpoint["concurrency"], endpoint["timeout_s"]) == (8, 8, 600)
+
+
+@pytest.mark.slow
+def test_a_policy_that_writes_good_texts_is_trained_on_them(model, tmp_path, monkeypatch):
+    """From the engine's place, where the templates' texts of a first run stand in for those of
+    a good model, to the rows of the pool and into the rollouts."""
+    texts, by_template = {}, TemplateWriter.write
+
+    def key(messages):
+        return json.dumps([dict(message) for message in messages])
+
+    def recorded(self, story, rng, feedback):
+        written = by_template(self, story, rng, feedback)
+        texts[key(writer_messages(story, feedback))] = written.texts
+        return written
+
+    def write(self, params, asked, rng):
+        assert "layers" in params
+        return [Text(json.dumps({"turns": texts[key(each.messages)]}), True) for each in asked]
+
+    monkeypatch.setattr(TemplateWriter, "write", recorded)
+    plain = {name: value for name, value in WRITES.items()
+             if not name.startswith(("writing.", "synthesis.endpoint", "synthesis.writer"))}
+    run(model, tmp_path / "template", **plain)
+    monkeypatch.setattr(Writing, "write", write)
+    rows = run(model, tmp_path / "policy", **WRITES)
+    made, told = outcomes(tmp_path / "policy"), rows[-1]["synthesis"]
+    assert {o.writer for o in made} == {"policy"} and not told["failures"]
+    assert rows[-1]["born"] == sum(isinstance(o, Candidate) for o in made)
+    assert rows[-1]["admitted"] > 0 and any(row["drawn_generated"] for row in rows)
+    assert all(row["drifts"] == row["env_errors"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_rejected_and_a_resumed_run_serves_again(model, tmp_path,
+                                                                      monkeypatch):
+    """Without waiting, without a template to fall back to, and in a process."""
+    out, answer, calls = tmp_path / "out", PolicyEndpoint.answer, []
+
+    def patient(self, write, most):
+        """Waits until the process that was started at step 0 has asked, and has its answer."""
+        calls.append(most)
+        if len(calls) == 2:
+            until(lambda: self.waiting)
+        elif len(calls) == 3:
+            until(lambda: outcomes(out))
+        return answer(self, write, most)
+
+    monkeypatch.setattr(PolicyEndpoint, "answer", patient)
+    sets = WRITES | {"synthesizer.wait": False, "synthesizer.host": "process",
+                   "synthesis.on_outage": "go_on", "writing.max_new": 1800}
+    run(model, out, **sets)
+    before = header(out)["endpoint"]
+    rows = run(model, out, "--resume", **sets | {"steps": 4})
+    assert_trained(rows[:3])
+    assert {(o.stage.value, o.reason, o.writer) for o in outcomes(out)} == {
+        ("write", "prompt_too_long", "")}
+    assert rows[-1]["born"] == 0 and rows[-1]["synthesis"]["outages"] == 0
+    after = header(out)["endpoint"]
+    assert after != before and after | {"base_url": ""} == before | {"base_url": ""}
+
+
+# ---------------------------------------------------------------- what is no policy
 
 
 @pytest.mark.parametrize("sets, words", [

@@ -52,6 +52,7 @@ class FailureKind(str, enum.Enum):
     WRONG_SHAPE = "wrong_shape"  # JSON that does not hold what was asked for
     BAD_ENCODING = "bad_encoding"
     TOO_LARGE = "too_large"
+    PROMPT_TOO_LONG = "prompt_too_long"  # 413; never tried again
 
     @property
     def outage(self) -> bool:
@@ -66,7 +67,7 @@ _OUTAGES = frozenset({
 _SERVED = frozenset(FailureKind) - _OUTAGES | {FailureKind.BAD_REQUEST}
 # Another try would end the same way.
 _FINAL = frozenset({FailureKind.BAD_REQUEST, FailureKind.UNAUTHORIZED, FailureKind.TRUNCATED,
-                    FailureKind.TOO_LARGE})
+                    FailureKind.TOO_LARGE, FailureKind.PROMPT_TOO_LONG})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +314,8 @@ def _retry_after(text: str, now: float) -> float:
 
 
 _BY_STATUS = {429: FailureKind.RATE_LIMITED, 401: FailureKind.UNAUTHORIZED,
-              403: FailureKind.UNAUTHORIZED, 408: FailureKind.TIMEOUT}
+              403: FailureKind.UNAUTHORIZED, 408: FailureKind.TIMEOUT,
+              413: FailureKind.PROMPT_TOO_LONG}
 
 
 def _read(response: Response, use_reasoning: bool) -> Answer | Failure:

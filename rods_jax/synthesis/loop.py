@@ -15,11 +15,13 @@ and collected, never on how fast the synthesizer is.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rods_jax.synthesis import hosts
 from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Digest, Header, answer, begin,
@@ -56,6 +58,17 @@ class LoopConfig:
             raise ValueError(f"timeout_s is {self.timeout_s}: give seconds above 0")
 
 
+class TrainersWriter(Protocol):
+    """A writer that needs the trainer's thread. The synthesizer asks it through an endpoint; it
+    answers from `poll`, and so also while `collect` waits."""
+
+    def answer(self) -> None:
+        """Answers what was asked by now; what comes later waits for the next call."""
+
+    def close(self) -> None:
+        """Tells those that wait that there will be no answer."""
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -65,13 +78,16 @@ class Synthesizer:
     Called from one thread, the trainer's; nothing here runs beside it.
 
     A folder that an earlier run left is emptied at `open`. make: the maker of a THREAD host.
-    say: takes the lines for the person, on standard error by itself."""
+    say: takes the lines for the person, on standard error by itself. writer: one that needs the
+    trainer's thread; it is closed after the host, so that no attempt fails for it, and needs an
+    endpoint with a concurrency of 2 or more, so that the host itself waits for no answer."""
 
     def __init__(self, folder: Path, header: Header, config: SynthesisConfig,
                  make: Callable[[Header], Maker], loop: LoopConfig = LoopConfig(), *,
-                 say: Callable[[str], None] = _say):
+                 say: Callable[[str], None] = _say, writer: TrainersWriter | None = None):
         self._folder, self._header, self._config = Path(folder), header, config
         self._make, self._loop, self._say = make, loop, say
+        self._writer, self.writing_s = writer, 0.0  # seconds that the trainer's thread wrote
         self._asked = Asked()
         self._outcomes = Tail(self._folder / OUTCOMES)
         self._watch = OutageWatch(config.on_outage, say)
@@ -125,9 +141,17 @@ class Synthesizer:
         return len(taken)
 
     def poll(self) -> None:
-        """Reads what has been made, and starts a process that died again. Never waits. Raises
-        JournalError for a damaged file, Stopped where the synthesizer cannot be kept alive or
-        stopped because its endpoint is down; `state` is then as it was."""
+        """Lets a writer in this thread answer, reads what has been made, and starts a process
+        that died again. Waits for nobody. Raises JournalError for a damaged file, Stopped where
+        the synthesizer cannot be kept alive or stopped because its endpoint is down; `state` is
+        then as it was."""
+        if self._writer is not None and self._requests is not None and not self._closed:
+            began = time.monotonic()
+            self._writer.answer()
+            self.writing_s += time.monotonic() - began
+        self._look()
+
+    def _look(self) -> None:
         if self._requests is None:
             return
         self._outcomes.feed(self._take)
@@ -143,13 +167,13 @@ class Synthesizer:
         given) loses nothing; or, as the config says, takes those that are there. They also stay
         in `waiting` until settled."""
         limit = self._loop.timeout_s if timeout_s is None else timeout_s
-        end, (pause, longest) = time.monotonic() + limit, _PAUSES_S
-        self.poll()
+        end, (pause, longest) = time.monotonic() + limit - self.writing_s, _PAUSES_S
+        self._look()
         while self._due(upto_step):
             self._check_open()
             if not self._loop.wait:
                 break
-            if time.monotonic() >= end:
+            if time.monotonic() - self.writing_s >= end:  # writing is no waiting
                 to_go = len(self._asked.requests) - self.answered
                 raise TimeoutError(
                     f"synthesis of step {self._asked.requests[self.answered].step} has not ended "
@@ -223,8 +247,9 @@ class Synthesizer:
             if ended:
                 self._requests.append([{"end": True}])
             self._requests.close()
-        if self._host is not None:
-            self._host.close(timeout_s)
+        with contextlib.closing(self._writer) if self._writer else contextlib.nullcontext():
+            if self._host is not None:
+                self._host.close(timeout_s)
 
     def __enter__(self) -> Synthesizer:
         return self
@@ -250,8 +275,8 @@ class Synthesizer:
     @classmethod
     def restore(cls, state: Mapping[str, Json], folder: Path, header: Header,
                 config: SynthesisConfig, make: Callable[[Header], Maker],
-                loop: LoopConfig = LoopConfig(), *,
-                say: Callable[[str], None] = _say) -> Synthesizer:
+                loop: LoopConfig = LoopConfig(), *, say: Callable[[str], None] = _say,
+                writer: TrainersWriter | None = None) -> Synthesizer:
         """A synthesizer that goes on as the one that gave `state` would have. Raises
         JournalError where the folder does not hold what the state speaks of."""
         if state["version"] != STATE_VERSION or state["run_seed"] != header.run_seed:
@@ -259,7 +284,7 @@ class Synthesizer:
                 f"synthesizer state has version {state['version']} and run seed "
                 f"{state['run_seed']}, this run has {STATE_VERSION} and {header.run_seed}: "
                 "resume with the run's own code and seed")
-        new = cls(folder, header, config, make, loop, say=say)
+        new = cls(folder, header, config, make, loop, say=say, writer=writer)
         new._last_step, new._refused = state["last_step"], state["refused"]
         new._next_index = dict(state["next_index"])
         if state["asked"]:

@@ -58,10 +58,15 @@ class SynthesisConfig:
         if not 0 <= self.max_profile_distance <= 1:
             raise ValueError(f"max_profile_distance is {self.max_profile_distance}: "
                              "give a number from 0 to 1")
+        if self.writer is WriterKind.POLICY and self.judge:
+            raise ValueError("judge is True, but with writer policy the model that judges would be "
+                             "the one that writes: leave judge out, or set writer to llm")
         asker = "writer llm" if self.writer is WriterKind.LLM else "judge"
         for name, example in (("base_url", "http://localhost:8000/v1"),
                               ("model", "Qwen/Qwen3-32B")):
-            if self.asks and not getattr(self.endpoint, name):
+            # That of the policy is filled in by its run.
+            if self.asks and self.writer is not WriterKind.POLICY \
+                    and not getattr(self.endpoint, name):
                 raise ValueError(f"endpoint.{name} is empty, but {asker} needs it: set it, for "
                                  f"instance to {example}")
         if not self.asks and self.endpoint != EndpointConfig():
@@ -74,7 +79,7 @@ class SynthesisConfig:
     @property
     def asks(self) -> bool:
         """Whether an endpoint is asked at all."""
-        return self.judge or self.writer is WriterKind.LLM
+        return self.judge or self.writer is not WriterKind.TEMPLATE
 
 
 def candidate_rng(run_seed: int, step: int, seed_uid: str, index: int) -> random.Random:
@@ -149,11 +154,16 @@ class Maker:
 def make_maker(suite: Suite, config: SynthesisConfig, guard: HeldOutGuard, run_seed: int,
                environ: Mapping[str, str] = os.environ) -> Maker:
     """The maker with the writer and the judge that `config` asks for; one endpoint serves
-    both. ValueError, one line, where the key that the config names is not in `environ`."""
+    both. ValueError, one line, where the key that the config names is not in `environ`,
+    and for the writer policy outside a training run, which alone has one."""
+    if config.writer is WriterKind.POLICY and not config.endpoint.base_url:
+        raise ValueError("writer policy is the model that a training run trains, and there is none "
+                         "here: export a checkpoint (experiments.export), serve it, for instance "
+                         "with vLLM, and use writer llm")
     writer: Writer = TemplateWriter(suite)
     endpoint = open_endpoint(config.endpoint, environ) if config.asks else None
-    if config.writer is WriterKind.LLM:
-        llm = LLMWriter(endpoint)
+    if config.writer is not WriterKind.TEMPLATE:
+        llm = LLMWriter(endpoint, config.writer)
         falls_back = config.on_outage is OnOutage.FALL_BACK
         writer = with_fallback(llm, writer) if falls_back else llm
     return Maker(suite, config, guard, run_seed, writer, Judge(endpoint) if config.judge else None)

@@ -27,6 +27,7 @@ MOST_OF_RESULT, MOST_OF_NARRATIVE = 1500, 8000  # characters that a request show
 class WriterKind(str, enum.Enum):
     TEMPLATE = "template"  # the suite's own, offline
     LLM = "llm"  # a language model behind an endpoint
+    POLICY = "policy"  # the model being trained, behind an endpoint of the trainer's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,11 @@ class TemplateWriter:
 @dataclasses.dataclass(frozen=True)
 class LLMWriter:
     """All user turns in one request. It draws nothing from the attempt's generator, so that
-    the template writer, should it have to step in, writes what it would have written alone."""
+    the template writer, should it have to step in, writes what it would have written alone.
+    kind: whose model it is."""
 
     endpoint: Endpoint
+    kind: WriterKind = WriterKind.LLM
 
     def write(self, story: Story, rng: random.Random, feedback: str) -> Written | Failure:
         def refuse(text: str) -> Failure | None:
@@ -81,7 +84,7 @@ class LLMWriter:
         reply = self.endpoint.ask(writer_messages(story, feedback), refuse)
         if isinstance(reply, Failure):
             return reply
-        return Written(read_texts(reply.text, story.run.calls), WriterKind.LLM.value, reply.usage)
+        return Written(read_texts(reply.text, story.run.calls), self.kind.value, reply.usage)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from rods_jax.text import habits
+from rods_jax.text.free import Asked
 from rods_jax.text.guard import Guard
 from rods_jax.text.habits import Message
 from rods_jax.text.specials import read_specials
@@ -111,6 +112,26 @@ class TemplateFormat:
                generate: bool) -> str:
         return self.template.render(messages, tools, generate,
                                     enable_thinking=self.thinking is not Thinking.OFF)
+
+    def plain(self, asked: Asked) -> list[int]:
+        """See text/free.py. A system message stands first in the user's where the template has
+        no place for it; one of the format's own is not shown."""
+        messages = [{"role": message["role"], "content": self.guard.hide(message["content"])}
+                    for message in asked.messages]
+        thinking = (self.thinking is not Thinking.OFF if asked.thinking is None
+                    else asked.thinking)
+
+        def ids(messages: Sequence[Message]) -> list[int]:
+            return self.guard.encode(
+                self.template.render(messages, None, True, enable_thinking=thinking))
+
+        try:
+            return ids(messages)
+        except ValueError:
+            if [message["role"] for message in messages[:2]] != ["system", "user"]:
+                raise
+            first, second, *rest = messages
+            return ids([habits.user(f"{first['content']}\n\n{second['content']}"), *rest])
 
     def following(self, new: Sequence[Message], tools: bool) -> list[int]:
         """What `new` messages add behind the end token of an assistant message; `tools`:

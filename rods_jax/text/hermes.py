@@ -23,6 +23,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 
+from rods_jax.text.free import Asked
 from rods_jax.text.shots import Shot, nearest
 from rods_jax.text.tokenizer import TextTokenizer
 from rods_jax.tools import schema
@@ -71,6 +72,13 @@ class HermesFormat:
     def start(self, task: Task, tools: Sequence[ToolSpec]) -> HermesDialogue:
         return HermesDialogue(self, {spec.name: spec for spec in tools},
                               nearest(self.shots, task, self.n_shots))
+
+    def plain(self, asked: Asked) -> list[int]:
+        """See text/free.py. ChatML knows no thoughts."""
+        pieces = []
+        for message in asked.messages:
+            pieces += [_Tag(_START), f"{message['role']}\n", message["content"], _Tag(_END), "\n"]
+        return self.encode([*pieces, _Tag(_START), "assistant\n"])
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
         """Tags by id; the text between two of them as one string."""

@@ -13,6 +13,7 @@ and the run is to stop then, 130 on Ctrl-C, 143 on SIGTERM.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pathlib
 import signal
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _code(caught)
     try:
         with _Line() as line:
-            progress = serve(args.folder, bell, _maker, report=line.show,
+            progress = serve(args.folder, bell, functools.partial(_maker, args.folder),
+                             report=line.show,
                              lock_wait_s=LOCK_WAIT_S if args.lifeline else 0.0)
     except OutageStop as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,6 +86,8 @@ def _watch(bell: Bell) -> None:
 
 def _await_header(folder: pathlib.Path, bell: Bell) -> bool:
     """Whether there is one, and not a signal to end before."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder}: not a folder; give the folder synthesis/ of a run")
     if not folder.absolute().parent.is_dir():
         raise UserError(f"{folder}: there is no folder {folder.absolute().parent}; give the "
                         "folder synthesis/ of a run")
@@ -99,9 +103,16 @@ def _await_header(folder: pathlib.Path, bell: Bell) -> bool:
     return False
 
 
-def _maker(header: Header) -> Maker:
-    suite = make_suite(SuiteSpec.from_json(header.suite))
-    config = typed(SynthesisConfig, header.config, HEADER)
+def _maker(folder: pathlib.Path, header: Header) -> Maker:
+    path = folder / HEADER
+    try:
+        suite = make_suite(SuiteSpec.from_json(header.suite))
+        config = typed(SynthesisConfig, header.config, HEADER)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: names no suite that this version can make "
+                        f"({type(error).__name__}: {error}); begin the run anew") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
     return make_maker(suite, config, guard_of(suite), header.run_seed)
 
 

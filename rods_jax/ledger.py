@@ -257,10 +257,10 @@ class Ledger:
         UserError where somebody else changed or removed it since the last call."""
         if self._begun and not self._pending:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._begun and (not self.path.exists() or self.path.stat().st_size != self.mark.size):
             raise UserError(f"{self.path}: changed or removed while the run wrote to it; resume "
                             "from the last checkpoint, and leave the run's folder alone")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         data = "".join(self._pending).encode()
         with open(self.path, "ab" if self._begun else "wb") as file:
             file.write(data)

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+from experiments import synthesizer
+from rods_jax.config import UserError
 from rods_jax.synthesis.exchange import HEADER, OUTCOMES, REQUESTS, Asked, Header, serving
 from rods_jax.synthesis.journal import Appender, JournalError, Tail
 from rods_jax.synthesis.outcome import outcome_from_json
@@ -133,6 +135,7 @@ def test_a_synthesizer_that_runs_on_sees_the_rewind(whole, tmp_path):
         first.collect(0, 20)
         state = first.state()
         ask(first, ASKED[1:])
+        die(first)
         second = restore(state, tmp_path, host="elsewhere", say=lambda line: None)
         ask(second, ASKED[1:])
         second.collect(9, 20)
@@ -218,12 +221,64 @@ def test_a_synthesizer_left_over_serves_the_same_run_begun_anew(tmp_path, monkey
     with start(tmp_path) as first:
         ask(first)
         first.collect(9, 20)
+        with pytest.raises(JournalError, match="another run uses it"):
+            start(tmp_path).open()
+        die(first)
         with pytest.raises(JournalError, match="another synthesizer serves it"):
             start(tmp_path, run_seed=4).open()
         second = start(tmp_path, host="elsewhere", say=lambda line: None)
         ask(second)
         assert uids(second.collect(9, 20)) == EXPECTED
         second.close()
+
+
+def die(trainer):
+    """As a trainer that is killed, whose synthesizer goes on: the system frees its lock."""
+    trainer._held.close()
+
+
+@pytest.mark.parametrize("host", ["thread", "process"])
+@pytest.mark.parametrize("gone", ["moved", "removed"])
+def test_a_folder_that_is_gone_is_told_at_once(tmp_path, host, gone):
+    folder = tmp_path / "synthesis"
+    trainer = start(folder, host=host)
+    ask(trainer, ASKED[:1])
+    trainer.collect(0, 60)  # so it serves the folder
+    if gone == "moved":
+        folder.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(folder)
+    ask(trainer, ASKED[1:])
+    with pytest.raises(JournalError, match=r"requests.jsonl: removed, moved or replaced"):
+        trainer.collect(9, 60)
+    trainer.close()
+
+
+def test_a_synthesizer_whose_folder_is_gone_ends(tmp_path):
+    folder = tmp_path / "synthesis"
+    with start(folder, host="elsewhere", say=lambda line: None) as trainer:
+        trainer.open()
+
+        def remove(progress):
+            if folder.exists():
+                shutil.rmtree(folder)
+
+        with pytest.raises(JournalError, match=r"outcomes.jsonl: removed, moved or replaced"):
+            serve(folder, Bell(), maker_of(), report=remove)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"suite": {"name": "nosuch"}}, "names no suite"), ({"suite": None}, "names no suite"),
+    ({"config": {"k_max": -1}}, "k_max is -1"), ({"known": ["x"]}, "not a record of known tasks")])
+def test_a_header_that_cannot_be_used_is_one_line_with_its_path(tmp_path, change, message):
+    with start(tmp_path, host="elsewhere", say=lambda line: None) as trainer:
+        trainer.open()
+    row = json.loads((tmp_path / HEADER).read_text())
+    (tmp_path / HEADER).write_text(json.dumps(row | change))
+    with pytest.raises((JournalError, UserError)) as caught:
+        synthesizer.main([str(tmp_path)])
+    assert f"{tmp_path / HEADER}: " in str(caught.value) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_one_synthesizer_a_folder(tmp_path):
@@ -317,4 +372,4 @@ def test_elsewhere_says_what_to_run(tmp_path):
     assert said == [f"synthesis: run `python -m experiments.synthesizer {tmp_path}/run/synthesis` "
                     "on any machine that reaches that folder"]
     assert sorted(p.name for p in pathlib.Path(tmp_path / "run" / "synthesis").iterdir()) == [
-        HEADER, REQUESTS, "server.lock"]
+        HEADER, REQUESTS, "server.lock", "trainer.lock"]

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rods_jax.synthesis.journal import JournalError, Tail
+from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.outcome import Candidate, Outcome, outcome_from_json
 from rods_jax.tasks.lock import locked
 from rods_jax.types import Json, Task
@@ -34,6 +35,7 @@ from rods_jax.types import Json, Task
 FOLDER = "synthesis"  # its name in a run's folder
 HEADER, REQUESTS, OUTCOMES = "header.json", "requests.jsonl", "outcomes.jsonl"
 LOCK, LOG = "server.lock", "log.txt"  # held by the synthesizer; what its process prints
+TRAINER_LOCK = "trainer.lock"
 VERSION = 1
 BUSY_S = 10.0  # for the synthesizer of a trainer that was killed just now to end
 
@@ -66,6 +68,7 @@ class Header:
             row = json.loads(path.read_text(encoding="utf-8"))
             if (version := row.pop("version")) != VERSION:
                 raise ValueError(f"has version {version}, this code reads {VERSION}")
+            Known.from_json(row["known"])
             return cls(**row | {"known": tuple(row["known"])})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise JournalError(f"{path}: is not the header of a run's synthesis ({error}); begin "
@@ -76,12 +79,26 @@ class Header:
 def serving(folder: Path, wait_s: float = 0.0) -> Iterator[None]:
     """Holds the folder as its one synthesizer. JournalError where another does after `wait_s`
     seconds."""
-    busy = f"{folder}: another synthesizer serves it; end that one first"
+    with _holding(folder / LOCK, f"{folder}: another synthesizer serves it; end that one first",
+                  wait_s):
+        yield
+
+
+@contextlib.contextmanager
+def training(folder: Path) -> Iterator[None]:
+    """Holds the folder as its one trainer. JournalError where another run does after a while."""
+    with _holding(folder / TRAINER_LOCK, f"{folder}: another run uses it; end that one first, or "
+                  "give this one a folder of its own", BUSY_S):
+        yield
+
+
+@contextlib.contextmanager
+def _holding(path: Path, busy: str, wait_s: float) -> Iterator[None]:
     end = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(locked(folder / LOCK, busy))
+                stack.enter_context(locked(path, busy))
                 break
             except ValueError as error:
                 if time.monotonic() >= end:

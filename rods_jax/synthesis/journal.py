@@ -51,6 +51,18 @@ class Appender:
             self._file.truncate(size)  # else the next line would go on with half a line
             raise
 
+    def check(self) -> None:
+        """Raises JournalError where the file was removed or moved away: what is written to it
+        would reach nobody."""
+        mine = os.fstat(self._file.fileno())
+        try:
+            there = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            there = None
+        if there is None or not os.path.samestat(mine, there):
+            raise JournalError(f"{self.path}: removed, moved or replaced while it was written to; "
+                               "put it back and resume the run, or begin it anew")
+
     def close(self) -> None:
         self._file.close()
 

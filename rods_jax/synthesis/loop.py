@@ -25,7 +25,7 @@ from typing import Protocol
 
 from rods_jax.synthesis import hosts
 from rods_jax.synthesis.exchange import (OUTCOMES, REQUESTS, Asked, Digest, Header, answer, begin,
-                                         newest_generation)
+                                         newest_generation, training)
 from rods_jax.synthesis.hosts import Host
 from rods_jax.synthesis.journal import Appender, JournalError, Tail, sync
 from rods_jax.synthesis.outage import OutageWatch
@@ -54,7 +54,7 @@ class LoopConfig:
     def __post_init__(self):
         if self.max_outstanding < 1:
             raise ValueError(f"max_outstanding is {self.max_outstanding}: give at least 1")
-        if self.timeout_s <= 0:
+        if not self.timeout_s > 0:
             raise ValueError(f"timeout_s is {self.timeout_s}: give seconds above 0")
 
 
@@ -101,6 +101,7 @@ class Synthesizer:
         self._next_index: dict[str, int] = {}  # by seed uid, in the last step
         self._refused = 0
         self._halted = ""
+        self._held = contextlib.ExitStack()  # the folder, as its one trainer
         self._requests: Appender | None = None
         self._host: hosts.ThreadHost | hosts.ProcessHost | hosts.Elsewhere | None = None
         self._closed = False
@@ -108,6 +109,7 @@ class Synthesizer:
     def open(self) -> None:
         """Begins the folder and starts the host, unless that is done."""
         if self._requests is None:
+            self._held.enter_context(training(self._folder))
             generation = begin(self._folder, self._header)
             self._requests = Appender(self._folder / REQUESTS)
             if generation:
@@ -154,6 +156,8 @@ class Synthesizer:
     def _look(self) -> None:
         if self._requests is None:
             return
+        if not self._closed:
+            self._requests.check()
         self._outcomes.feed(self._take)
         if self._host is not None and not self._closed:
             self._host.check(self.answered)
@@ -250,6 +254,7 @@ class Synthesizer:
         with contextlib.closing(self._writer) if self._writer else contextlib.nullcontext():
             if self._host is not None:
                 self._host.close(timeout_s)
+        self._held.close()
 
     def __enter__(self) -> Synthesizer:
         return self
@@ -294,6 +299,7 @@ class Synthesizer:
     def _resume(self, state: Mapping[str, Json]) -> None:
         """Reads the files, and only then writes where the run goes on."""
         asked, collected = state["asked"], state["collected"]
+        self._held.enter_context(training(self._folder))
         try:
             header = Header.read(self._folder)
         except FileNotFoundError:

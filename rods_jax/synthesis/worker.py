@@ -90,7 +90,7 @@ def _answer(book: _Book, crew: _Crew, config: SynthesisConfig, bell: Bell,
             crew.forget()
         if book.asked.ended:
             break
-        waiting = book.asked.requests[book.answered:]
+        waiting = book.asked.requests[book.answered:book.answered + crew.most]
         crew.ask([request for request in waiting if book.made_before(request) is None])
         outcome = None
         if waiting:
@@ -143,6 +143,7 @@ class _Book:
 
     def look(self) -> bool:
         """Reads new requests; whether some became void."""
+        self._out.check()
         generation = self.asked.generation
         self._requests.feed(self.asked.apply)
         if self.asked.generation == generation:
@@ -196,6 +197,7 @@ class _Crew:
 
     def __init__(self, count: int, maker: Maker, bell: Bell):
         self._count, self._maker, self._bell = count, maker, bell
+        self.most = AHEAD * count  # requests that it looks at
         self._jobs: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # By number and generation; None as long as it is not made.
@@ -217,7 +219,7 @@ class _Crew:
             return
         with self._lock:
             room = self._count - sum(outcome is None for outcome in self._given.values())
-            fresh = [request for request in waiting[:AHEAD * self._count]
+            fresh = [request for request in waiting
                      if _key(request) not in self._given][:max(room, 0)]
             self._given |= dict.fromkeys(map(_key, fresh))
         for request in fresh:

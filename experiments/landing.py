@@ -30,7 +30,7 @@ from rods_jax.tasks.leakage import VARIANT_MARK
 from rods_jax.types import Json
 
 BAND = BoundaryConfig()
-ANY = "any task (random seeds)"
+ANY = "any task"
 OTHERS = "all but boundary tasks"
 
 

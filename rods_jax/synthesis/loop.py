@@ -181,7 +181,8 @@ class Synthesizer:
                 to_go = len(self._asked.requests) - self.answered
                 raise TimeoutError(
                     f"synthesis of step {self._asked.requests[self.answered].step} has not ended "
-                    f"after {limit} s ({to_go} attempts to go): wait longer or ask for less")
+                    f"after {limit} s ({to_go} attempts to go): see that a synthesizer serves "
+                    f"{self._folder}, or raise synthesizer.timeout_s")
             time.sleep(pause)
             pause = min(2 * pause, longest)
             self.poll()
@@ -293,17 +294,21 @@ class Synthesizer:
         new._last_step, new._refused = state["last_step"], state["refused"]
         new._next_index = dict(state["next_index"])
         if state["asked"]:
-            new._resume(state)
+            try:
+                new._resume(state)
+            except BaseException:
+                new._held.close()
+                raise
         return new
 
     def _resume(self, state: Mapping[str, Json]) -> None:
         """Reads the files, and only then writes where the run goes on."""
         asked, collected = state["asked"], state["collected"]
-        self._held.enter_context(training(self._folder))
         try:
             header = Header.read(self._folder)
         except FileNotFoundError:
             raise self._lost(f"{asked} requests", "no header") from None
+        self._held.enter_context(training(self._folder))
         Tail(self._folder / REQUESTS).feed(self._asked.apply)
         if (found := len(self._asked.requests)) < asked:
             raise self._lost(f"{asked} requests", f"{found}")

@@ -204,7 +204,8 @@ class Funnel:
         return funnel
 
     def __str__(self) -> str:
-        left, lines = self.attempts, [f"{'attempts':<17}{self.attempts:>8}"]
+        left, lines = self.attempts, [f"{'after':<17}{'left':>8}",
+                                      f"{'attempts':<17}{self.attempts:>8}"]
         for stage in Stage:
             lost = {reason: n for (s, reason), n in sorted(self.rejected.items()) if s is stage}
             left -= sum(lost.values())

@@ -115,17 +115,22 @@ def _gender(name: str) -> str | None:
     return "male" if name in KNOWN_MALE or name.capitalize() in MALE_NAMES else None
 
 
+_LETTERS = str.maketrans("013@", "oiea")  # as handles spell them
+
+
 def _in_handles(task: Task, people: Sequence[str]) -> set[str]:
-    """People whose name is a part of a longer word ("cmartinez", "MaxID"), who keep it; the
-    traveller keeps both names where one is."""
+    """People whose name is a part of a longer word, also short or with digits for letters
+    ("cmartinez", "MaxID" of a Maxwell, "m0llyTr@vel"), who keep it; the traveller keeps both
+    names where one is."""
     texts = [*strings_of(task.initial_config), *(t.user for t in task.turns)]
     texts += [leaf for _, c in calls_of(task) for leaf in scalars(c.arguments)
               if isinstance(leaf, str)]
-    runs = {run for text in texts for run in re.findall(r"[A-Za-z]+", text)
-            if run.lower() not in people}
-    kept = {p for p in people if any(
-        p in run.lower() if len(p) >= 4 else re.search(rf"{p.capitalize()}(?![a-z])", run)
-        for run in runs)}
+    runs = {run for text in texts for spelled in (text, text.translate(_LETTERS))
+            for run in re.findall(r"[A-Za-z]+", spelled) if run.lower() not in people}
+    kept = {p for p in people if any(len(p) >= 4 and p in run.lower() for run in runs)}
+    short = {p: "|".join(p[:n].capitalize() for n in range(3, len(p) + 1)) for p in people}
+    kept |= {p for p, starts in short.items() if starts and any(
+        re.search(rf"(?<=[a-z])(?:{starts})(?![a-z])|(?:{starts})(?=[A-Z])", run) for run in runs)}
     travel = task.initial_config.get("TravelAPI", {})
     traveller = {str(travel.get(key)).lower() for key in ("user_first_name", "user_last_name")}
     return kept | (traveller if traveller & kept else set())

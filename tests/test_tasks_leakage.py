@@ -35,6 +35,39 @@ def test_other_disguises(task, reason):
     assert HeldOutGuard([flight()]).leak(task) is reason
 
 
+@pytest.mark.parametrize("said", [
+    "Hello. Book 22 seats to Zürich", "Please now book 22 seats to Zürich. Thanks.",
+    "Next: Book 22 seats to Zürich for me please", "Book twenty-two seats to Zurich",
+    "Bo\u200bok 22 se\u00adats to Zu\u0308rich", "\uff22ook \uff12\uff12 seats to ZÜRICH",
+    "All right. Good. Book twenty two seats to Zürich! Much obliged.",
+])
+def test_spelling_and_fillers_do_not_hide_a_text(said):
+    guard = HeldOutGuard([flight("Book 22 seats to Zürich")])
+    assert guard.leak(flight(said, scenario="8", to="ZRH")) is Leak.TEXT
+    assert guard.leak(flight(said.replace("Zu", "X").replace("Zü", "X").replace("ZÜ", "X"),
+                             scenario="8", to="ZRH")) is None
+
+
+def test_fillers_inside_a_text_and_other_numbers_count():
+    guard = HeldOutGuard([flight("Book twenty seats to LA, then thank Ann. Now")])
+    for said in ("Book twenty seats to LA, thank Ann. Now", "Book 21 seats to LA, then thank Ann"):
+        assert guard.leak(flight(said, scenario="8", to="X")) is None
+    assert guard.leak(flight("Now book 20 seats to LA, then thank Ann", scenario="8", to="X")) is (
+        Leak.TEXT)
+    assert HeldOutGuard([flight("Thanks.")]).leak(flight("Hello.", scenario="8", to="X")) is None
+
+
+@pytest.mark.parametrize("seats, reason", [("2", Leak.GOLD), ("2.0", Leak.GOLD), (" 2 ", Leak.GOLD),
+                                           ("-2", None), ("2a", None), (True, None)])
+def test_a_number_in_a_string_is_the_number(seats, reason):
+    assert HeldOutGuard([flight()]).leak(flight("other", scenario="8", seats=seats)) is reason
+
+
+def test_the_case_of_a_scenario_hides_nothing():
+    guard = HeldOutGuard([flight(scenario="Trip-A")])
+    assert guard.leak(flight("other", scenario="trip-a~1.0", to="X")) is Leak.SCENARIO
+
+
 @pytest.mark.parametrize("category", ["miss_func", "miss_param", "long_context"])
 def test_a_withheld_form_with_a_wrong_scenario_is_refused(category):
     held_in = notes_task(5)

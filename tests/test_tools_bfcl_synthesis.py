@@ -234,7 +234,40 @@ def test_repair_gives_up_on_what_no_configuration_mends():
     assert SUITE.repair(plan, 0, "cat: 'x': No such file or directory", random.Random(0)) is None
 
 
+def test_an_opening_is_not_said_twice(variants):
+    plan = dataclasses.replace(variants[0][1], narrative={
+        "texts": ["Hello, buy.", "Great! Cancel it.", "Next, look.", "Sell it."],
+        "same_texts": False, "quoted_outputs": []})
+    said = list(zip(*(SUITE.write(plan, [], random.Random(i)) for i in range(40))))
+    for texts, start in zip(said, ("Hello, buy.", "Great! Cancel it.", "Next, look.")):
+        assert all(text.startswith(start) for text in texts)
+    assert len({text.split("Sell")[0] for text in said[3]}) > 4
+
+
 # ------------------------------------------------------------------------- augment
+
+
+MADE = ToolCall("touch", {"file_name": "a.txt"})
+FLOWN = ToolCall("get_flight_cost", {"travel_from": "RMS", "travel_to": "JFK",
+                                     "travel_date": "2026-01-01", "travel_class": "economy"})
+
+
+@pytest.mark.parametrize("domain, call, said, left", [
+    ("GorillaFileSystem", MADE, "Write into a new file named 'a.txt'?", "Write into a new file?"),
+    ("GorillaFileSystem", MADE, "Make a file, and call it 'a.txt'.", "Make a file."),
+    ("GorillaFileSystem", MADE, "Make 'a.txt' for me.", "Make a certain file for me."),
+    ("GorillaFileSystem", MADE, "Make a file. Its name should be 'a.txt'.", None),
+    ("GorillaFileSystem", MADE, "Make a file like 'a.txt'.", None),
+    ("TravelAPI", FLOWN, "Price an economy class ticket.", "Price a ticket."),
+    ("TravelAPI", FLOWN, "What does it cost to fly in economy class?", "What does it cost to fly?"),
+])
+def test_a_withheld_value_is_worded_as_an_absence(domain, call, said, left):
+    tools = tuple(spec.name for spec in SUITE.tools([domain]))
+    task = Task("x", (domain,), Category.BASE, {}, (Turn(said, (call,), tools),), "x")
+    withheld = augment(task, Category.MISS_PARAM, random.Random(0))
+    assert (withheld and withheld.turns[0].user) == left
+
+
 
 
 def test_augmented_tasks_keep_the_gold_and_score_one(variants):

@@ -4,6 +4,11 @@ said, by what is done.
 The entity-masked text is what the users say with every entity of the task struck out: values
 of gold arguments, names and ids of the initial state, all numbers. Two tasks that share it
 tell one story in one wording about other things.
+
+Texts are compared by words that spelling cannot disguise: compatible characters, invisible
+ones, accents and written numbers are evened out. The core of a text also lacks the greetings
+and fillers that template writers put around a turn. Not caught: calls or turns repeated or in
+another order, letters of another script that look alike, other words.
 """
 
 from __future__ import annotations
@@ -13,9 +18,13 @@ import functools
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from rods_jax.tasks.trace import leaves, scalars, words
+from rods_jax.tasks.trace import leaves, scalars
+from rods_jax.tasks.trace import words as plain_words
+from rods_jax.tools import bfcl_words
+from rods_jax.tools.toolbox import phrases
 from rods_jax.types import Json, Task
 
 MASK = "_"  # stands for one entity; no word is it
@@ -25,19 +34,65 @@ _MAX_WORDS = 40  # of one entity; a longer text in the state is no name
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """`text`, `masked` and `gold` are None where the task holds too little to be told by."""
+    """All but `content` are None where the task holds too little to be told by."""
 
     content: str
     text: str | None
     masked: str | None
     gold: str | None
+    core: str | None = None
+
+
+_TENS = {name: 10 * (i + 2) for i, name in enumerate(
+    "twenty thirty forty fifty sixty seventy eighty ninety".split())}
+_UNITS = {name: i + 1 for i, name in enumerate(
+    "one two three four five six seven eight nine".split())}
+_WRITTEN = re.compile(rf"\b({'|'.join(_TENS)})(?:[ -]({'|'.join(_UNITS)}))?\b", re.IGNORECASE)
+_NUMERAL = re.compile(r"\s*[+-]?\d+(?:\.\d+)?\s*")
+
+
+def words(text: str) -> list[str]:
+    """The words of a text whatever its spelling: NFKC, no format characters (zero-width, soft
+    hyphen), no accents, "twenty-two" as 22."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+        text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Mn"))
+    return plain_words(_WRITTEN.sub(_in_digits, text))
+
+
+def _in_digits(match: re.Match[str]) -> str:
+    tens, units = match.groups()
+    return str(_TENS[tens.lower()] + (_UNITS[units.lower()] if units else 0))
+
+
+@functools.cache
+def _fillers() -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]:
+    """Rows of words that template writers begin and end a turn with, longest first."""
+    before = (*bfcl_words.GREETINGS, *bfcl_words.OPENINGS,
+              *(o.format("") for o in (*phrases.OPENINGS, *phrases.MORE_OPENINGS)))
+    rows = ({tuple(words(text)) for text in texts} - {()}
+            for texts in (before, (*bfcl_words.CLOSINGS, *phrases.CLOSINGS)))
+    first, last = (tuple(sorted(found, key=lambda row: (-len(row), row))) for found in rows)
+    return first, last
+
+
+def core_words(text: str) -> list[str]:
+    """The words of one turn without the fillers around it."""
+    first, last = _fillers()
+    said = words(text)
+    while row := next((row for row in first if tuple(said[:len(row)]) == row), ()):
+        said = said[len(row):]
+    while row := next((row for row in last if tuple(said[-len(row):]) == row), ()):
+        said = said[:-len(row)]
+    return said
 
 
 def fingerprint(task: Task) -> Fingerprint:
     global _last
     known, found = _last
     if known is not task:  # guard, novelty and admission ask about one task in a row
-        found = Fingerprint(task.content_hash, text_hash(task), masked_hash(task), gold_hash(task))
+        found = Fingerprint(task.content_hash, text_hash(task), masked_hash(task), gold_hash(task),
+                            core_hash(task))
         _last = task, found
     return found
 
@@ -48,6 +103,12 @@ _last: tuple[Task | None, Fingerprint | None] = (None, None)
 def text_hash(task: Task) -> str | None:
     """Of all words the user says; None when nothing is said."""
     said = words(" ".join(turn.user for turn in task.turns))
+    return _hash(said) if said else None
+
+
+def core_hash(task: Task) -> str | None:
+    """Of the core words of all turns; None when nothing but fillers is said."""
+    said = [word for turn in task.turns for word in core_words(turn.user)]
     return _hash(said) if said else None
 
 
@@ -105,7 +166,8 @@ def _names(task: Task) -> Iterator[str]:
 
 
 def gold_hash(task: Task) -> str | None:
-    """Of all gold calls in order, strings compared by their words, numbers by value.
+    """Of all gold calls in order, strings compared by their words, numbers by value, also
+    those that stand in a string.
     None for a task without gold arguments: too little to tell tasks apart."""
     calls = [[call.name, _plain(dict(call.arguments))] for turn in task.turns for call in turn.gold]
     return _hash(calls) if any(arguments for _, arguments in calls) else None
@@ -116,6 +178,8 @@ def _plain(value: Json) -> Json:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    if isinstance(value, str) and _NUMERAL.fullmatch(value):
+        value = float(value) if "." in value else int(value)
     if isinstance(value, str):
         return " ".join(words(value)) or value
     if isinstance(value, float) and value.is_integer():

@@ -3,7 +3,8 @@
 A free-text source field cannot be trusted, so a candidate is compared by what it holds:
 its content hash, what the user says, what the gold calls do, how the user says it with all
 entities masked, and its scenario. Turns are joined first, so that a withheld function or
-parameter does not hide an equal story.
+parameter does not hide an equal story. Repeating a call or a turn, or changing their order,
+does hide it: no writer here does so.
 
 The masked form refuses too, although a suite's own held-in tasks may share structures with
 its seeds by design: a variant in the very sentences of a held-in task, about another file and
@@ -26,7 +27,8 @@ VARIANT_MARK = "~"  # joins a variant's uid and scenario to its parent's
 
 class Leak(str, enum.Enum):
     CONTENT = "same_content"  # content hash: texts and gold, blind to case and spacing
-    TEXT = "same_text"  # user texts, blind to punctuation and to how turns split them
+    # user texts, blind to punctuation, spelling, fillers and to how turns split them
+    TEXT = "same_text"
     GOLD = "same_gold"  # call names and arguments, blind to texts and to how turns split them
     MASKED = "same_masked_text"  # user texts with the entities of each task masked
     SCENARIO = "same_scenario"  # the scenario, or the one that the parent came from
@@ -43,7 +45,8 @@ def crossing(train: Iterable[Task], held_in: Sequence[Task]) -> float:
     return sum(task.scenario in scenarios for task in held_in) / max(len(held_in), 1)
 
 
-_FIELDS = {Leak.CONTENT: "content", Leak.TEXT: "text", Leak.GOLD: "gold", Leak.MASKED: "masked"}
+_FIELDS = {Leak.CONTENT: ("content",), Leak.TEXT: ("text", "core"), Leak.GOLD: ("gold",),
+           Leak.MASKED: ("masked",)}
 
 
 class HeldOutGuard:
@@ -61,10 +64,10 @@ class HeldOutGuard:
         self._scenarios: set[str] = set()
         self._hashes: dict[Leak, set[str | None]] = {leak: set() for leak in _FIELDS}
         for task in held_in:
-            self._scenarios.add(task.scenario)
+            self._scenarios.add(task.scenario.casefold())
             held = fingerprint(task)
-            for leak, name in _FIELDS.items():
-                self._hashes[leak].add(getattr(held, name))
+            for leak, names in _FIELDS.items():
+                self._hashes[leak].update(getattr(held, name) for name in names)
         for hashes in self._hashes.values():
             hashes.discard(None)
         self.counts: Counter[Leak] = Counter()
@@ -73,16 +76,17 @@ class HeldOutGuard:
         """The reason why the task must stay out, or None. Pure: counts nothing."""
         if self._siblings_cross and task.source is Source.SEED:
             return None
+        scenario = task.scenario.casefold()
         if task.content_hash in self._hashes[Leak.CONTENT]:
             return Leak.CONTENT
         if not self._siblings_cross and (
-                task.scenario in self._scenarios or root_scenario(task.scenario) in self._scenarios):
+                {scenario, root_scenario(scenario)} & self._scenarios):
             return Leak.SCENARIO
         found = fingerprint(task)
-        for leak, name in _FIELDS.items():
+        for leak, names in _FIELDS.items():
             if leak is Leak.MASKED and task.source is Source.SEED:
                 continue
-            if getattr(found, name) in self._hashes[leak]:
+            if any(getattr(found, name) in self._hashes[leak] for name in names):
                 return leak
         return None
 

@@ -50,6 +50,7 @@ def _miss_func(task: Task, rng: random.Random) -> Task | None:
     return _as(task, Category.MISS_FUNC, turns)
 
 
+_CLASS = ""  # a travel class is left out, not made vague
 # Argument -> (what stands for it in the request, how the user supplies it).
 _VAGUE = {
     "file_name": ("a certain file", "The file I mean is '{}'."),
@@ -73,7 +74,7 @@ _VAGUE = {
     "insurance_cost": ("a certain amount", "The cost is {}."),
     "card_id": ("one of my cards", "The card is '{}'."),
     "travel_date": ("some day", "The date is {}."),
-    "travel_class": ("some", "The class is {}."),
+    "travel_class": (_CLASS, "The class is {}."),
     "location": ("a certain city", "The city is {}."),
     "city": ("a certain city", "The city is {}."),
     "value": ("some", "The value is {}."),
@@ -89,8 +90,23 @@ _VAGUE = {
 }
 
 
+# Before a name or a wording: the whole clause goes, "a file named 'a.txt'" becomes "a file".
+_CLAUSE = re.compile(
+    r",? ?(?:\b(?:and )?(?:(?:which|that) (?:is|should be|will be) )?(?:named|called|titled"
+    r"|that (?:says|states|reads)|entitled|labeled|labelled|saying|stating|expressing|reading|as"
+    r"|(?:and )?(?:name|call|title) it"
+    r"|with (?:the|a) (?:name|title|content|text|message|caption)(?: of)?))[:,]? ?$", re.IGNORECASE)
+_SUBJECT = re.compile(
+    r"\b(?:name|title|content|text|message|date|class)\b[^.,;]*\b(?:is|be)\b[:,]? ?$"
+    r"|\b(?:or|and|like|that|date|day|base|around|about|exactly|of)[:,]? ?$",
+    re.IGNORECASE)  # a sentence about the value alone, a list of values, a measure
+_NOUN_FOLLOWS = re.compile(r" (?!(?:for|in|to|of|on|and|or|with|from|into|as|at|by|before|after"
+                           r"|while|so|using|during|if|then|that|which|is|per|right)\b)[A-Za-z]")
+
+
 def _blurred(text: str, value: Json, vague: str) -> str | None:
-    """The text with its only mention of a value made vague; None where there is not one."""
+    """The text with its only mention of a value made vague, or without it; None where there is
+    not one, or where the rest would read like a value."""
     if isinstance(value, str):
         body = re.escape(value)
         found = list(re.finditer(
@@ -101,6 +117,17 @@ def _blurred(text: str, value: Json, vague: str) -> str | None:
     if len(found) != 1:
         return None
     before, after = text[:found[0].start()], text[found[0].end():]
+    if _SUBJECT.search(before) or re.match(" or |-", after):
+        return None
+    clause = _CLAUSE.search(before) or vague == "something" and (
+        re.search(r"(?:(?<=message)|(?<=comment))[:,]? ?$|: ?$", before))
+    if clause and isinstance(value, str):
+        return before[:clause.start()] + after
+    if vague == _CLASS:
+        return _without_class(before, after)
+    measured = vague.endswith((" amount", " level", "distance", "temperature", "speed"))
+    if (measured or vague == "some") and (vague == "some") != bool(_NOUN_FOLLOWS.match(after)):
+        return None  # "a certain amount coverage", "to the base some"
     # "the file 'a.txt'" must not become "the file a certain file".
     head = vague.split()[-1]
     before = re.sub(rf"(?:\b(?:the|a|an|my|our) )?(?:\b(?:new )?{head}s? )?$", "", before,
@@ -109,6 +136,16 @@ def _blurred(text: str, value: Json, vague: str) -> str | None:
     if before and not before.endswith((" ", "\n", "(")):
         before += " "
     return before + vague + (" " if after[:1].isalnum() else "") + after
+
+
+def _without_class(before: str, after: str) -> str:
+    """Without a travel class: "an economy class ticket" becomes "a ticket", "fly in business
+    class" becomes "fly"."""
+    after = re.sub(r"^[ -]class\b", "", after, flags=re.IGNORECASE)
+    if re.match(r" (?:ticket|seat|flight|trip|fare|booking|travel)s?\b", after):
+        before = re.sub(r"\b([Aa])n $", r"\1 ", before)
+        return before.rstrip() + after
+    return re.sub(r",?(?: (?:in|by|via|for|as|with|on))?(?: (?:the|an?))? ?$", "", before) + after
 
 
 def _known_before(task: Task, turn: int, outputs: Sequence[Json], value: Json) -> bool:

@@ -16,10 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from rods_jax.tools.bfcl_data import tool_class
 from rods_jax.tools.bfcl_swaps import NUMBER, mentions, mentions_date, scalars, token_value
 from rods_jax.tools.bfcl_words import (
+    FEMALE_NAMES,
     FILE_TAGS,
-    FIRST_NAMES,
+    KNOWN_FEMALE,
+    KNOWN_MALE,
     KNOWN_NAMES,
     LAST_NAMES,
+    MALE_NAMES,
     STREETS,
     WORD_CLASSES,
 )
@@ -87,12 +90,50 @@ def names(task: Task, rng: random.Random) -> dict[str, str]:
         people = [p for p in people if p != "john"]
     last = {str(task.initial_config.get("TravelAPI", {}).get("user_last_name")).lower(),
             "smith", "johnson", "thompson"}
-    first_pool = [n for n in FIRST_NAMES if n.lower() not in present]
-    last_pool = [n for n in LAST_NAMES if n.lower() not in present]
-    rng.shuffle(first_pool)
-    rng.shuffle(last_pool)
-    pools = {True: iter(last_pool), False: iter(first_pool)}
-    return {p: new for p in people if (new := next(pools[p in last], None)) is not None}
+    pools = {}
+    for kind, all_names in (("last", LAST_NAMES), ("female", FEMALE_NAMES), ("male", MALE_NAMES)):
+        pool = [n for n in all_names if n.lower() not in present]
+        rng.shuffle(pool)
+        pools[kind] = iter(pool)
+    spoken_of = re.search(r"\b(?:she|her|hers|he|him|his)\b", said, re.IGNORECASE) is not None
+    kept = _in_handles(task, people)
+    out = {}
+    for person in people:
+        kind = "last" if person in last else _gender(person)
+        if kind is None and not spoken_of:
+            kind = rng.choice(("female", "male"))
+        new = None if kind is None or person in kept else next(pools[kind], None)
+        if new is not None:
+            out[person] = new
+    return out
+
+
+def _gender(name: str) -> str | None:
+    """The pool of a first name; None where the name does not tell."""
+    if name in KNOWN_FEMALE or name.capitalize() in FEMALE_NAMES:
+        return "female"
+    return "male" if name in KNOWN_MALE or name.capitalize() in MALE_NAMES else None
+
+
+_LETTERS = str.maketrans("013@", "oiea")  # as handles spell them
+
+
+def _in_handles(task: Task, people: Sequence[str]) -> set[str]:
+    """People whose name is a part of a longer word, also short or with digits for letters
+    ("cmartinez", "MaxID" of a Maxwell, "m0llyTr@vel"), who keep it; the traveller keeps both
+    names where one is."""
+    texts = [*strings_of(task.initial_config), *(t.user for t in task.turns)]
+    texts += [leaf for _, c in calls_of(task) for leaf in scalars(c.arguments)
+              if isinstance(leaf, str)]
+    runs = {run for text in texts for spelled in (text, text.translate(_LETTERS))
+            for run in re.findall(r"[A-Za-z]+", spelled) if run.lower() not in people}
+    kept = {p for p in people if any(len(p) >= 4 and p in run.lower() for run in runs)}
+    short = {p: "|".join(p[:n].capitalize() for n in range(3, len(p) + 1)) for p in people}
+    kept |= {p for p, starts in short.items() if starts and any(
+        re.search(rf"(?<=[a-z])(?:{starts})(?![a-z])|(?:{starts})(?=[A-Z])", run) for run in runs)}
+    travel = task.initial_config.get("TravelAPI", {})
+    traveller = {str(travel.get(key)).lower() for key in ("user_first_name", "user_last_name")}
+    return kept | (traveller if traveller & kept else set())
 
 
 def words(task: Task, rng: random.Random) -> dict[str, str]:
@@ -281,6 +322,11 @@ CITIES = {
 }
 
 
+def _renamed(cities: dict[str, str]) -> dict[str, str]:
+    """With "New York City", whose last word belongs to no other city."""
+    return cities | {f"{old} City": new for old, new in cities.items()}
+
+
 def _has_route(start: str, end: str) -> bool:
     travel = tool_class("TravelAPI")()
     travel._load_scenario({}, long_context=False)
@@ -306,11 +352,14 @@ def places(task: Task, rng: random.Random) -> dict[str, str]:
         return {}
     if any(mentions(said, alias) for alias in ("LA", "NYC", "SF")):
         return {}
+    if any(c.name == "compute_exchange_rate" for _, c in calls_of(task)) and any(
+            mentions(said, code) for code in used):
+        return {}  # three capitals may be a currency there
     for _ in range(40):
         fresh = dict(zip(used, rng.sample(sorted(CITIES), len(used)), strict=True))
         apart = all(old != new for old, new in fresh.items())
         if apart and all(_has_route(fresh[a], fresh[b]) for a, b in routes):
-            return fresh | {CITIES[old]: CITIES[new] for old, new in fresh.items()}
+            return fresh | _renamed({CITIES[old]: CITIES[new] for old, new in fresh.items()})
     return {}
 
 
@@ -346,7 +395,7 @@ def towns(task: Task, rng: random.Random) -> dict[str, str]:
         fresh = dict(zip(sorted(used), rng.sample(sorted(codes), len(used)), strict=True))
         apart = all(old != new for old, new in fresh.items())
         if apart and all((fresh.get(a), fresh.get(b)) in pairs for a, b in driven):
-            return fresh | {codes[old]: codes[new] for old, new in fresh.items()}
+            return _renamed(fresh) | {codes[old]: codes[new] for old, new in fresh.items()}
     return {}
 
 

@@ -4,7 +4,9 @@ A turn with a single call may ask for another function of the same group, whose 
 of the same kinds: count the lines of a file instead of printing it, cancel an order instead of
 looking it up. The turn is then said anew from clauses; a value that the old text did not say
 is pointed at ("that order"). Nothing later may depend on what changed: the results of all
-later calls stay the same, and no later text leans on the turn.
+later calls stay the same, no later text leans on the turn or speaks of what the old or the new
+function does, and the new call is made nowhere else in the task: an agent that has its answer
+already would have no reason to call.
 """
 
 from __future__ import annotations
@@ -133,6 +135,41 @@ _FRAMES = ("Please {}.", "Could you {}?", "Now {}, please.", "I would like you t
 _LEANS = re.compile(r"\b(it|its|that|those|these|this|them|they|such|same|result|results|above|based"
                     r"|value|values|figure|output|now that|previous|latter|former)\b", re.IGNORECASE)
 
+# How a later text, or what it dictates, speaks of a call: beginnings of words.
+_SPEAKS = {
+    "cat": "contents?|read", "sort": "sort|alphabet|arrang", "wc": "count|lines|words",
+    "tail": "last line|the end|ending", "rm": "delet|remov|rid of", "pwd": "directory|folder",
+    "ls": "list|files|content", "mean": "mean|average", "standard_deviation": "deviation|spread",
+    "max_value": "maxim|largest|highest", "min_value": "minim|smallest|lowest",
+    "sum_values": "sum|total", "get_account_info": "account|balance",
+    "get_watchlist": "watchlist|watch list", "get_order_history": "history|orders",
+    "get_current_time": "current time|what time|the time",
+    "trading_get_login_status": "log(?:ged|ging)|sign(?:ed|ing)",
+    "trading_logout": "log(?:ged|ging)|sign(?:ed|ing)",
+    "get_order_details": "details of|status", "cancel_order": "cancel|call off|rescind",
+    "get_stock_info": "price|performance|stock's", "add_to_watchlist": "watchlist|watch",
+    "remove_stock_from_watchlist": "watchlist|watch|remov", "fund_account": "funds|deposit|balance",
+    "withdraw_funds": "withdr|funds|balance", "check_tire_pressure": "tire|pressure",
+    "find_nearest_tire_shop": "shop|tire", "get_current_speed": "speed|fast",
+    "get_outside_temperature_from_google": "temperature|warm|cold|weather",
+    "get_outside_temperature_from_weather_com": "temperature|warm|cold|weather",
+    "liter_to_gallon": "gallon|liter", "gallon_to_liter": "gallon|liter",
+    "retrieve_invoice": "invoice|bill", "cancel_booking": "cancel|refund",
+    "view_messages_sent": "sent|messages", "get_message_stats": "statistic|stats|activity",
+    "list_users": "users|everyone|contacts", "retweet": "retweet|shar", "get_tweet": "tweet|post",
+    "get_tweet_comments": "comment|repl", "get_ticket": "ticket",
+    "close_ticket": "closed|closing|resolv",
+}
+
+
+def _spoken_of(task: Task, t: int, *doings: Doing) -> bool:
+    """Whether a later text, or what a later call dictates, speaks of what the functions do."""
+    later = [turn.user for turn in task.turns[t + 1:]]
+    later += [leaf for turn in task.turns[t + 1:] for call in turn.gold
+              for leaf in scalars(call.arguments) if isinstance(leaf, str)]
+    stems = "|".join(_SPEAKS[doing.name] for doing in doings)
+    return re.search(rf"\b(?:{stems})", "\n".join(later), re.IGNORECASE) is not None
+
 
 def with_other_functions(task: Task, outputs: Sequence[Json], rng: random.Random) -> Task | None:
     """The task, in BASE form, with one request changed; None where nothing can change.
@@ -148,8 +185,11 @@ def with_other_functions(task: Task, outputs: Sequence[Json], rng: random.Random
             continue
         call = task.turns[t].gold[0]
         values = [call.arguments[name] for name in old.arguments]
-        text = _text(task, t, outputs, group, new, values, rng)
         other = ToolCall(new.name, dict(zip(new.arguments, values)))
+        if _spoken_of(task, t, old, new) or any(other == made for turn in task.turns
+                                                for made in turn.gold):
+            continue
+        text = _text(task, t, outputs, group, new, values, rng)
         changed = None if text is None else _changed(task, t, other, text)
         if changed is not None and _still_holds(task, changed, t, outputs):
             return changed

@@ -7,12 +7,17 @@ meaning to (order, book, log, copy, budget, first, business, open), nor a city o
 
 from __future__ import annotations
 
-FIRST_NAMES = tuple("""
-Amara Anton Beatriz Bruno Carmen Cyrus Dalia Dimitri Elif Emeka Fatima Felix Gita Gustav Hana
-Hugo Imani Ivo Jasmin Jonas Kaia Kofi Leila Lorenzo Mirela Mateo Nadia Niko Odile Omar Paloma
-Pavel Quentin Rania Ruben Samira Soren Talia Tomas Ulla Umar Vera Viktor Wanda Xenia Yusuf
-Yara Zane Zora Ingrid Rafael Selma Tariq Noor Milan Petra Lukas Farah
+FEMALE_NAMES = tuple("""
+Amara Beatriz Carmen Dalia Elif Fatima Gita Hana Imani Jasmin Kaia Leila Mirela Nadia Odile
+Paloma Rania Samira Talia Ulla Vera Wanda Xenia Yara Zora Ingrid Selma Petra Farah
 """.split())
+
+MALE_NAMES = tuple("""
+Anton Bruno Cyrus Dimitri Emeka Felix Gustav Hugo Ivo Jonas Kofi Lorenzo Mateo Niko Omar Pavel
+Quentin Ruben Soren Tomas Umar Viktor Yusuf Zane Rafael Tariq Milan Lukas Henrik
+""".split())
+
+FIRST_NAMES = FEMALE_NAMES + MALE_NAMES
 
 LAST_NAMES = tuple("""
 Abara Bergman Castellan Dumont Eriksen Falk Galindo Haddad Ibsen Jankovic Kessler Lindqvist
@@ -21,45 +26,41 @@ Albrecht Brandt Corvino Delacroix Engel Ferreira Grunwald Hartono Kimura Larsen 
 """.split())
 
 # First names that occur in such tasks, to tell a person from another word.
-KNOWN_NAMES = frozenset("""
-alex alice alexander amanda andrew anna bob brian carol catherine charlie chris daniel david
-dave diana edward elena emily emma george hannah henry isabella james jane
-jason jennifer jessica jerry joe john johnson jonathan julia julie kate kelly kevin laura linda
-lisa lucas mary matthew michael mike nancy nathan nicole olivia oscar patricia paul peter
-rachel rebecca richard robert ryan samantha sarah simona smith sophia stephen steve susan thomas
-thompson tim tom tony victoria walter wendy william zoe
+KNOWN_FEMALE = frozenset("""
+alice amanda anna carol catherine diana elena emily emma hannah isabella jane jennifer jessica
+julia julie kate kelly laura linda lisa mary nancy nicole olivia patricia rachel rebecca
+samantha sarah simona sophia susan victoria wendy zoe
 """.split())
 
+KNOWN_MALE = frozenset("""
+alexander andrew bob brian charlie daniel david dave edward george henry james jason jerry joe
+john jonathan kevin lucas matthew michael mike nathan oscar paul peter richard robert ryan
+stephen steve thomas tim tom tony walter william
+""".split())
+
+KNOWN_NAMES = KNOWN_FEMALE | KNOWN_MALE | {"alex", "chris", "johnson", "smith", "thompson"}
+
+# Only words that stand for each other in any sentence: "road tour", "today's blueprint" or
+# "piques my diligence" would give a variant away.
 WORD_CLASSES: tuple[tuple[str, ...], ...] = tuple(tuple(line.split()) for line in """
 weekly monthly quarterly yearly biweekly
-analysis assessment appraisal evaluation overview
-exciting thrilling wonderful delightful splendid fantastic
-excited thrilled delighted overjoyed eager
-amazing awesome stunning superb marvelous
-breakthrough milestone discovery turnaround
-innovation creativity teamwork diligence curiosity
-collaboration cooperation partnership mentoring
-growth momentum progress resilience
-quantum photonic neural genomic robotic
-journey voyage excursion expedition getaway
-trip outing tour holiday
-adventure escapade quest
-colleague teammate coworker partner
-meeting workshop briefing seminar
-conference symposium summit convention
-deadline cutoff checkpoint
-team crew squad
-goals targets objectives aims
-strategy roadmap blueprint
-insights observations learnings takeaways
-important essential vital crucial
-urgent pressing critical
-friends relatives cousins neighbors
-family household clan
-vacation retreat
-updates bulletins
-research fieldwork
-project initiative programme
+analysis assessment evaluation
+wonderful splendid fantastic
+thrilled delighted
+amazing awesome
+collaboration cooperation
+quantum photonic
+journey voyage
+excursion expedition
+colleague teammate coworker
+workshop seminar
+conference symposium convention
+goals targets
+objectives aims
+learnings takeaways
+vital crucial
+friends relatives cousins
+project programme
 """.strip().splitlines())
 
 FILE_TAGS = ("north", "south", "alpha", "delta", "omega", "rev2", "rev7", "east", "west", "spring",
@@ -67,3 +68,10 @@ FILE_TAGS = ("north", "south", "alpha", "delta", "omega", "rev2", "rev7", "east"
 
 STREETS = ("Alder", "Birch", "Cobble", "Dunmore", "Elmwood", "Fenwick", "Garnet", "Hawthorn",
            "Juniper", "Larkspur", "Mulberry", "Orchard", "Quarry", "Thistle", "Walnut")
+
+# Around a user's turn; they change nothing of what is asked.
+GREETINGS = ("Hello. ", "Hi there. ", "Good morning. ", "Good evening. ", "A small request. ")
+# No number words here: "one" would be a source for a 1 that nobody gave.
+OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ",
+            "Fine. ", "Very well. ", "Moving on. ")
+CLOSINGS = ("", "", "", "", "", " Thanks.", " Thank you.", " Thanks in advance.", " Much obliged.")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from rods_jax.tools.bfcl_plan import at
 from rods_jax.tools.bfcl_swaps import NUMBER, scalars, write_number
+from rods_jax.tools.bfcl_words import CLOSINGS, GREETINGS, OPENINGS
 from rods_jax.types import Json, Plan, Ref
 
 # Phrases that say the same. A phrase may become any other of its line.
@@ -28,11 +29,13 @@ I'm planning|I am planning
 Let's|Let us
 let's|let us
 """.strip().splitlines())
-_GREETINGS = ("Hello. ", "Hi there. ", "Good morning. ", "Good evening. ", "A small request. ")
-# No number words here: "one" would be a source for a 1 that nobody gave.
-_OPENINGS = ("", "", "", "Next: ", "All right. ", "Good. ", "Now then. ", "And another thing. ",
-             "Fine. ", "Very well. ", "Moving on. ")
-_CLOSINGS = ("", "", "", "", "", " Thanks.", " Thank you.", " Thanks in advance.", " Much obliged.")
+# A text that begins so takes no other opening: "Good. Great!" says one thing twice.
+_OPENED = re.compile(
+    r"\W*(?:next|now|then|great|good|fine|perfect|excellent|wonderful|fantastic|splendid|amazing"
+    r"|awesome|nice|all right|alright|very well|well|okay|ok|moving on|also|additionally"
+    r"|in addition|further|furthermore|moreover|besides|on top of|finally|lastly|at last|last"
+    r"|afterwards|after that|subsequently|following|once|and|but|oh|hey|hi|hello|greetings|thank"
+    r"|thanks|much appreciated|appreciate|actually|unfortunately|alas|first)\b", re.IGNORECASE)
 
 
 def _protected(text: str, literals: Sequence[str]) -> list[tuple[str, bool]]:
@@ -77,17 +80,18 @@ def write(plan: Plan, results: Sequence[Mapping], rng: random.Random,
     texts = list(plan.narrative["texts"])
     _fill(texts, plan.narrative["quoted_outputs"], results)
     if plan.narrative["same_texts"]:  # only the hidden state differs from the seed's
-        texts[0] = rng.choice(_GREETINGS) + texts[0]
+        texts[0] = rng.choice(GREETINGS) + texts[0]
     if plain:
         return tuple(texts)
     literals = [leaf for turn in plan.turns for call in turn for value in call.arguments.values()
                 if not isinstance(value, Ref) for leaf in scalars(value) if isinstance(leaf, str)]
-    first = ("",) if plan.narrative["same_texts"] else ("", "", "", "", *_GREETINGS)
+    first = ("",) if plan.narrative["same_texts"] else ("", "", "", "", *GREETINGS)
     out = []
     for i, text in enumerate(texts):
         pieces = [_reworded(p, rng) if free else p for p, free in _protected(text, literals)]
-        opening = rng.choice(_OPENINGS if i else first)
-        said = opening + "".join(pieces)
+        opening = rng.choice(OPENINGS if i else first)
+        said = "".join(pieces)
+        said = said if _OPENED.match(said) else opening + said
         closed = said.endswith((".", "!", "?")) and "thank" not in said.lower()
-        out.append(said + (rng.choice(_CLOSINGS) if closed else ""))
+        out.append(said + (rng.choice(CLOSINGS) if closed else ""))
     return tuple(out)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rods_jax.synthesis.endpoint import Endpoint, Failure, FailureKind, Messages
 from rods_jax.synthesis.execute import Executed
-from rods_jax.synthesis.json_answer import find_json
+from rods_jax.synthesis.json_answer import find_json, is_whole
 from rods_jax.synthesis.outcome import Usage
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json, PlannedCall, Ref, Task, ToolCall, ToolSpec
@@ -198,6 +198,8 @@ def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...
     dictated = sorted({value for turn in calls for call in turn for value in call.arguments.values()
                        if isinstance(value, str) and value}, key=len, reverse=True)
     for t, said in enumerate(turns):
+        if not is_whole(said):
+            return Failure(FailureKind.BAD_ENCODING, f"turn {t}: half a character")
         if _CONTROL.search(said):
             return Failure(FailureKind.WRONG_SHAPE, f"turn {t}: control characters")
         for value in dictated:  # what the user wants written down may look like a call

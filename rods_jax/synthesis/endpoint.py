@@ -55,6 +55,7 @@ class FailureKind(str, enum.Enum):
     BAD_ENCODING = "bad_encoding"
     TOO_LARGE = "too_large"
     KEY_ECHOED = "key_echoed"  # it repeats the API key
+    ANSWER_LEAKED = "answer_leaked"  # a text says what the agent has to find
     PROMPT_TOO_LONG = "prompt_too_long"  # 413; never tried again
 
     @property

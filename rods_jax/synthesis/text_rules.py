@@ -18,7 +18,7 @@ _FILE = (r"[\w-]+\.(?:txt|pdf|csv|tsv|docx?|md|json|ya?ml|xml|html?|log|py|js|sh
 _HANDLE = r"(?<![\w.])@\w+"
 _ID = r"\b[A-Za-z]{2,}[-_]?\d{3,}\b"  # "USR001", "bk-1234"
 _NAME = re.compile("|".join((_FILE, _HANDLE, _ID)))
-_JOINED = re.compile(r"[A-Za-z]+(?:[_.-]+[A-Za-z]+)*")
+_JOINED = re.compile(r"[A-Za-z]+(?:[_.-]+[A-Za-z]+)+|[A-Za-z]*[a-z][A-Z][A-Za-z]*")
 _SEAM = re.compile(r"[_.-]+|(?<=[a-z])(?=[A-Z])")  # between the parts of a name
 _BRACKET, _ASSIGNS = re.compile(r"[(\[{]"), re.compile(r"[=:]")
 _JSON = re.compile(r"\{\s*[\"'“][^\"'”\n]+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'”]\s*[,\]]")
@@ -75,7 +75,7 @@ class _Code:
         # Most texts hold none of the marks, so that little is searched.
         for match in _JOINED.finditer(text):
             token = f"_{_SEAM.sub('_', match.group()).lower()}_"
-            if token.count("_") > 2 and any(name in token for name in self.joined):
+            if any(name in token for name in self.joined):
                 return match.group()
         for mark, pattern in ((_BRACKET, self.before_bracket), (_ASSIGNS, self.argument),
                               (_BRACKET, _JSON)):

@@ -11,6 +11,12 @@ them, such as that of `vllm serve Qwen/Qwen3-32B`: give --base-url http://localh
 
 from __future__ import annotations
 
+import signal
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+if __name__ == "__main__":  # what comes while modules load waits for `_run`
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
 import argparse
 import hashlib
 import pathlib
@@ -28,6 +34,7 @@ from rods_jax.synthesis.pipeline import OnOutage, OutageError, SynthesisConfig, 
 from rods_jax.synthesis.writers import WriterKind
 from rods_jax.tasks.jsonl import read_tasks, write_tasks
 from rods_jax.tasks.leakage import HeldOutGuard
+from rods_jax.tools.env import Suite
 from rods_jax.tools.suites import SuiteName, SuiteSpec, make_suite
 from rods_jax.types import Json, Task
 
@@ -69,7 +76,8 @@ def parser() -> argparse.ArgumentParser:
     return arguments
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where no task was accepted."""
     args = parser().parse_args(argv)
     if args.writer == WriterKind.POLICY.value:
         raise UserError("--writer policy is the model that a training run trains, and there is "
@@ -78,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("count", "workers", "max_attempts"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}: give at least 1")
+    if str(args.out) == "-":
+        raise UserError("--out is -: the tasks go to a file with a journal beside it, give its name")
     for path in (args.out, args.json):
         if path and path != "-":
             check_out(path)
     suite = make_suite(SuiteSpec(SuiteName(args.suite)))
-    seeds = read_tasks(args.seeds) if args.seeds else list(suite.split("train"))
-    if not seeds:
-        raise UserError(f"{args.seeds}: holds no task; give at least one seed")
-    held_in = (read_tasks(args.held_in) if args.held_in else
+    seeds = _read(args.seeds, suite) if args.seeds else list(suite.split("train"))
+    held_in = (_read(args.held_in, suite) if args.held_in else
                [task for name in suite.held_out for task in suite.split(name)])
     config = _config(args)
     header = {"suite": args.suite, "seed": args.seed, "seeds": _digest(seeds),
@@ -100,20 +108,40 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.add(outcome)
     run.end()
     tasks = run.tasks[:args.count]
-    write_tasks(args.out, tasks)
+    if tasks:
+        write_tasks(args.out, tasks)
     if args.json:
-        write_json(args.json, run.result() | {"out": str(args.out)})
+        write_json(args.json, run.result() | {"out": str(args.out) if tasks else None})
     if args.json != "-":
-        print(f"{run.funnel}\n{len(tasks)} tasks in {args.out}")
+        print(f"{run.funnel}\n{len(tasks)} tasks in {args.out if tasks else 'all'}")
     if len(tasks) < args.count:
         print(f"only {len(tasks)} of {args.count} tasks were found in {run.funnel.attempts} "
-              "attempts: give more seeds or a larger --max-attempts", file=sys.stderr)
+              f"attempts{run.mostly()}: give other or more seeds or a larger --max-attempts",
+              file=sys.stderr)
+    return int(not tasks)
+
+
+def _read(path: str, suite: Suite) -> list[Task]:
+    """The tasks of a file, which are to be the suite's."""
+    if pathlib.Path(path).is_dir():
+        raise UserError(f"{path}: is a folder; give a file of tasks (JSON lines)")
+    tasks = read_tasks(path)
+    if not tasks:
+        raise UserError(f"{path}: holds no task; give at least one, or leave the option out")
+    for task in tasks:
+        if other := sorted(set(task.domains) - set(suite.domains)):
+            raise UserError(f"{path}: task {task.uid} is of {other[0]}, which suite {suite.name} "
+                            "has not; give tasks of that suite, or another --suite")
+    return tasks
 
 
 def _config(args: argparse.Namespace) -> SynthesisConfig:
     endpoint = {"base_url": args.base_url, "model": args.model, "api_key_env": args.api_key_env}
     for text in args.set:
         name, value = parse_override(text)
+        if endpoint.get(name, value) not in ("", value):
+            raise UserError(f"--set {text} contradicts {endpoint[name]!r}, given before: give "
+                            f"{name} once")
         endpoint[name] = value
     return typed(SynthesisConfig, {
         "k_max": args.k_max, "max_rewrites": args.max_rewrites,
@@ -164,6 +192,13 @@ class _Run:
         if self._new:
             print(self._line(), file=sys.stderr, flush=True)
 
+    def mostly(self) -> str:
+        """Why most of the attempts failed that did, if any did."""
+        if not self.funnel.rejected:
+            return ""
+        ((stage, reason), n), = self.funnel.rejected.most_common(1)
+        return f", {n} of them lost at stage {stage.value} ({reason})"
+
     @property
     def per_s(self) -> float:
         return self._new / max(time.monotonic() - self._began, 1e-9)
@@ -182,5 +217,16 @@ class _Run:
                 "accepted_per_s": self.per_s, "funnel": self.funnel.to_json()}
 
 
+def _run() -> int:
+    signal.signal(signal.SIGTERM, _terminate)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return main()
+
+
+def _terminate(number: int, frame) -> None:
+    print("terminated: the same command goes on with what is in the journal", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    run_main(main, user_errors=(ValueError, OutageError))
+    run_main(_run, user_errors=(ValueError, OutageError))

@@ -342,7 +342,13 @@ def test_every_call_in_every_form_is_code_anywhere_in_a_text(data, before, after
     ("Lock Doors(all)", "Lock Doors("), ("send message (hi)", "send message ("),
     ("set file_name= a", "file_name="), ('with "symbol": X', '"symbol":'),
     ("the amount == 3", None), ("pick [1, 2]", None), ('give ["a", "b"]', '["a",'),
-    ("Write 'cat(x)' there", None), ("cat(y)", "cat("),
+    ("Write 'cat(x)' there", None), ("cat(y)", "cat("), ("Pick it. Date is May 4.", None),
+    *((f"Please {said} it", found) for said, found in (
+        ("ｓｅｎｄ＿ｍｅｓｓａｇｅ", "send_message"), ("send\u200b_mess\u00adage", "send_message"),
+        ("send\u2011message", "send-message"), ("send__message", "send__message"),
+        ("send.message", "send.message"), ("SendMessage", "SendMessage"), ("send\u2028message", None),
+        ("ｓｏｒｔ（", "sort("), ("sort\u2060(", "sort("), ("STARTENGINE", None),
+        ("start_engine", "start_engine"), ('{"a b": 1}', '{"a b":'))),
 ])
 def test_code_and_what_only_looks_like_it(text, code):
     suite = suite_of("bfcl")

@@ -192,7 +192,9 @@ def test_a_text_that_the_caller_cannot_use_is_asked_for_again():
 
 
 @pytest.mark.parametrize("counted", [None, 3, {"prompt_tokens": None, "completion_tokens": "9"},
-                                     {"prompt_tokens": -4, "completion_tokens": True}])
+                                     {"prompt_tokens": -4, "completion_tokens": True},
+                                     {"prompt_tokens": int("9" * 4300),
+                                      "completion_tokens": 10 ** 9 + 1}])
 def test_odd_token_counts_count_nothing(counted):
     got, *_ = ask(row(completion({"content": "hello"}) | {"usage": counted}))
     assert got == Answer("hello", Usage(requests=1))
@@ -275,6 +277,48 @@ def test_an_echoed_key_stays_out_of_errors(act):
     assert KEY not in repr(got) and "***" in got.detail
 
 
+@pytest.mark.parametrize("ahead", range(150, 200, 7))
+@pytest.mark.parametrize("wrap", [
+    lambda text: status(500, body=text.encode()), lambda text: status(400, body=4 * text.encode()),
+    lambda text: row({"error": text}), lambda text: raw(text.encode())])
+def test_what_is_shortened_holds_no_part_of_the_key(wrap, ahead):
+    got, *_ = ask(wrap("x" * ahead + KEY + "y" * 2000), key=KEY, tries=1)
+    assert isinstance(got, Failure) and KEY[:4] not in got.detail
+
+
+def spelled(key):
+    """As JSON may spell it."""
+    return "".join(rf"\u{ord(c):04X}" if i % 3 == 0 else c for i, c in enumerate(key))
+
+
+@pytest.mark.parametrize("act", [
+    says(f"take {KEY} please"), says(json.dumps({"turns": [KEY]})),
+    says('{"turns": ["%s"]}' % spelled(KEY)),
+    raw(json.dumps(completion({"content": "at KEY"})).replace("KEY", spelled(KEY)).encode())])
+def test_a_text_that_repeats_the_key_is_refused(act):
+    got, server, _ = ask(act, key=KEY)
+    assert got.kind is FailureKind.KEY_ECHOED and KEY not in repr(got)
+    assert len(server.requests) == 3 and got.usage.failures == {"key_echoed": 3}
+
+
+def test_a_placeholder_of_a_key_is_no_secret():
+    assert ask(says("the list is EMPTY"), key="EMPTY")[0].text == "the list is EMPTY"
+
+
+def bad_chunk(size):
+    def act(handler, request):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+                            + size + b"\r\nfoo\r\n0\r\n\r\n")
+        handler.close_connection = True
+    return act
+
+
+@pytest.mark.parametrize("size", [b"-5", b"zz", b"9" * 30])
+def test_chunks_that_are_no_http_are_a_failed_connection(size):
+    got, server, _ = ask(bad_chunk(size))
+    assert got.kind is FailureKind.CONNECTION and len(server.requests) == 3
+
+
 def test_the_key_is_read_where_it_is_needed_and_goes_nowhere_else(monkeypatch):
     config = EndpointConfig("http://127.0.0.1:1/v1", "m", api_key_env="TEACHER_KEY")
     endpoint = open_endpoint(config, {"TEACHER_KEY": f" {KEY}\n"})
@@ -294,6 +338,8 @@ def test_the_key_is_read_where_it_is_needed_and_goes_nowhere_else(monkeypatch):
     (dict(base_url="localhost:8000"), "base_url"), (dict(base_url="ftp://a/v1"), "base_url"),
     (dict(base_url="http://"), "base_url"), (dict(base_url="http://a:port/v1"), "base_url"),
     (dict(base_url="http://a/v1/chat/completions"), "leave /chat/completions out"),
+    (dict(base_url="http://a..b/v1"), "base_url"), (dict(base_url="http://.../v1"), "base_url"),
+    (dict(base_url=f"http://{'a' * 64}.b/v1"), "base_url"),
     (dict(base_url="http://a b/v1"), "base_url"), (dict(base_url="http://a/v1\n"), "base_url"),
     (dict(base_url=f"http://me:{KEY}@a/v1"), "api_key_env"),
     (dict(base_url=f"http://a/v1?key={KEY}"), "api_key_env"),

@@ -102,7 +102,9 @@ def test_a_pass_overrules_neither_the_guard_nor_novelty_nor_the_rules_of_the_cat
 @pytest.mark.parametrize("act, kind, requests, waits", [
     *OUTAGES, (says(""), "empty_content", 3, 0), (raw(b"{"), "not_json", 3, 0),
     (says("It is fine."), "not_json", 3, 0), (says('{"pass": "yes"}'), "wrong_shape", 3, 0),
-    (says('{"pass": 1}'), "wrong_shape", 3, 0), (says("[true]"), "wrong_shape", 3, 0),
+    (says('{"pass": 1}'), "wrong_shape", 3, 0),
+    (says(json.dumps({"pass": False, "feedback": "half \ud83d"})), "bad_encoding", 3, 0),
+    (says("[true]"), "wrong_shape", 3, 0),
     (row({"choices": []}), "empty_content", 3, 0)])
 @pytest.mark.parametrize("on_outage", [OnOutage.GO_ON, OnOutage.FALL_BACK])
 def test_a_judge_that_fails_is_typed_and_counted(act, kind, requests, waits, on_outage):

@@ -1,12 +1,16 @@
+import contextlib
 import dataclasses
 import json
+import pathlib
 import random
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from experiments import synthesize as entry
+from rods_jax.config import UserError
 from rods_jax.synthesis.journal import Journal
 from rods_jax.synthesis.novelty import Known
 from rods_jax.synthesis.offline import synthesize_many
@@ -19,6 +23,7 @@ from rods_jax.tasks.replay import replay
 from rods_jax.tools.toolbox import RequestedProfile, ToolboxSuite, generate
 from rods_jax.types import CATEGORIES
 from synthesis_cases import start
+from test_synthesis_process import alive, until
 from test_synthesis_suite import NotesSuite, notes_task
 
 SUITE = ToolboxSuite()
@@ -162,6 +167,82 @@ def test_entry_point_from_the_shell(files):
     done = subprocess.run([*command, "0"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "error: --count is 0: give at least 1\n"
+
+
+# ---------------------------------------------------------------- signals
+
+
+def processes_below(pid):
+    """The direct children that still run."""
+    below = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                below.append(int(folder.name))
+    return below
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="no /proc")
+@pytest.mark.parametrize("number, code, said", [
+    (signal.SIGTERM, 143, "terminated: the same command goes on with what is in the journal\n"),
+    (signal.SIGINT, 130, "interrupted\n"), (signal.SIGKILL, -9, "")])
+def test_worker_processes_end_with_their_parent(files, number, code, said):
+    out = files / "out.jsonl"
+    with subprocess.Popen(
+            [sys.executable, "-m", "experiments.synthesize", "--seeds", files / "seeds.jsonl",
+             "--held-in", files / "held.jsonl", "--out", out, "--count", "100000",
+             "--workers", "2"], stderr=subprocess.PIPE, text=True) as process:
+        journal = files / "out.jsonl.journal"
+        until(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 1)
+        below = processes_below(process.pid)
+        process.send_signal(number)
+        process.wait()
+        until(lambda: not any(map(alive, below)))
+        stderr = process.stderr.read()
+    assert len(below) == 3 and process.returncode == code  # the workers and Python's own
+    assert number == signal.SIGKILL or stderr.endswith(said) and "Traceback" not in stderr
+
+
+def test_ctrl_c_while_modules_load_is_one_line(files):
+    code = ("import os, runpy, signal, sys\n"
+            "class Finder:\n"
+            "    def find_spec(self, name, *rest):\n"
+            "        if name == 'rods_jax.config': os.kill(os.getpid(), signal.SIGINT)\n"
+            "sys.meta_path.insert(0, Finder())\n"
+            "runpy.run_module('experiments.synthesize', run_name='__main__', alter_sys=True)")
+    done = subprocess.run([sys.executable, "-c", code, "--out", files / "out.jsonl"],
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("more, said", [
+    (("--suite", "toolbox", "--seeds", "notes.jsonl"), "is of notes, which suite toolbox has not"),
+    (("--held-in", "notes.jsonl"), "is of notes, which suite toolbox has not"),
+    (("--held-in", "empty.jsonl"), "holds no task"), (("--seeds", "empty.jsonl"), "holds no task"),
+    (("--seeds", "."), "is a folder; give a file"), (("--out", "-"), "--out is -: .* its name"),
+    (("--writer", "llm", "--model", "m", "--base-url", "http://a/v1", "--set",
+      "base_url=http://b/v1"), "base_url=http://b/v1 contradicts 'http://a/v1'")])
+def test_mistakes_are_one_line(monkeypatch, files, more, said):
+    write_tasks(files / "notes.jsonl", [notes_task()])
+    (files / "empty.jsonl").write_text("")
+    monkeypatch.chdir(files)
+    with pytest.raises(UserError, match=said) as error:
+        run_entry(monkeypatch, files, *more)
+    assert "\n" not in str(error.value) and not list(files.glob("*.journal"))
+
+
+def test_no_accepted_task_is_no_success(monkeypatch, files, capsys):
+    monkeypatch.setattr(entry, "HeldOutGuard", lambda held_in: HeldOutGuard(
+        [*held_in, *read_tasks(files / "seeds.jsonl")]))  # no variant of a seed may pass
+    monkeypatch.setattr(sys, "argv", [
+        "synthesize", "--seeds", str(files / "seeds.jsonl"), "--held-in",
+        str(files / "held.jsonl"), "--out", str(files / "out.jsonl"), "--max-attempts", "3"])
+    assert entry.main() == 1 and not (files / "out.jsonl").exists()
+    assert "3 of them lost at stage held_out (same_scenario)" in capsys.readouterr().err
 
 
 def test_entry_point_needs_no_jax():

@@ -5,7 +5,7 @@
 
 A call never raises for what the endpoint does: it gives an `Answer` with text in it or a
 typed `Failure`. The key is read from the environment when the endpoint is made; it stands in
-no config, no pickle, no error text.
+no config, no pickle, no error text, and an answer that repeats it is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from rods_jax.types import Json
 
 MOST_BYTES = 4 << 20  # of one answer
 FIRST_WAIT_S = 1.0  # before the second try, doubled before each later one
+LEAST_KEY = 8  # characters; a shorter key is a placeholder such as EMPTY, no secret
+MOST_TOKENS = 10 ** 9  # of one answer; a count above that is no count
 _PATH = "/chat/completions"
 
 Messages = Sequence[Mapping[str, str]]  # role and content
@@ -52,6 +54,8 @@ class FailureKind(str, enum.Enum):
     WRONG_SHAPE = "wrong_shape"  # JSON that does not hold what was asked for
     BAD_ENCODING = "bad_encoding"
     TOO_LARGE = "too_large"
+    KEY_ECHOED = "key_echoed"  # it repeats the API key
+    ANSWER_LEAKED = "answer_leaked"  # a text says what the agent has to find
     PROMPT_TOO_LONG = "prompt_too_long"  # 413; never tried again
 
     @property
@@ -144,6 +148,7 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        (parts.hostname or "").encode("idna")  # no label is empty or longer than 63
     except ValueError:
         good = False
     if good and (parts.username is not None or parts.query or parts.fragment):
@@ -182,6 +187,7 @@ class Endpoint:
             if not getattr(config, name):
                 raise ValueError(f"endpoint.{name} is empty: set it, for instance to {example}")
         self.config, self._key = config, key
+        self._secret = _secret(key) if len(key) >= LEAST_KEY else None
         self._rng, self._sleep, self._clock, self._now = rng or random.Random(), sleep, clock, now
         self._room = threading.BoundedSemaphore(config.concurrency)
         self._breaker = _Breaker(config.down_after, config.down_s, clock)
@@ -237,7 +243,7 @@ class Endpoint:
             reply = self._send(body)
             if isinstance(reply, Response):
                 retry_after = _retry_after(reply.headers.get("retry-after", ""), self._now())
-                reply = _read(reply, self.config.use_reasoning)
+                reply = self._understood(reply)
             served = isinstance(reply, Answer) or reply.kind in _SERVED
             if isinstance(reply, Answer) and (refused := check(reply.text)) is not None:
                 reply = dataclasses.replace(refused, usage=reply.usage)
@@ -246,6 +252,16 @@ class Endpoint:
         if isinstance(reply, Failure):
             reply = dataclasses.replace(reply, detail=self._clean(reply.detail))
         return reply, retry_after
+
+    def _understood(self, response: Response) -> Answer | Failure:
+        """Without the key, which goes before anything is shortened: a part of it is one too."""
+        body, echoes = self._secret.subn(b"***", response.body) if self._secret else (
+            response.body, 0)
+        reply = _read(dataclasses.replace(response, body=body), self.config.use_reasoning)
+        if isinstance(reply, Answer) and echoes:
+            return Failure(FailureKind.KEY_ECHOED, "the answer repeats the API key",
+                           usage=reply.usage)
+        return reply
 
     def _send(self, body: bytes) -> Response | Failure:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -259,19 +275,26 @@ class Endpoint:
             return Failure(FailureKind.TIMEOUT, str(error))
         except TooLarge as error:
             return Failure(FailureKind.TOO_LARGE, str(error))
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             return Failure(FailureKind.CONNECTION, f"{type(error).__name__}: {error}")
 
     def _clean(self, detail: str) -> str:
         """One line; an endpoint that echoes the key does not bring it into a log."""
-        if self._key:
-            detail = detail.replace(self._key, "***")
-        return _one_line(detail)
+        if self._secret:
+            raw = detail.encode("utf-8", "backslashreplace")
+            detail = self._secret.sub(b"***", raw).decode("utf-8")
+        return one_line(detail)
 
 
-def _one_line(text: str) -> str:
-    """Short, and without what a terminal would take for an order."""
-    text = " ".join(text.split())[:300]
+def _secret(key: str) -> re.Pattern[bytes]:
+    """The key, also as JSON or a URL would escape any of its characters, however often."""
+    forms = (rf"(?:\\*{re.escape(c)}|(?i:\\+u{ord(c):04x}|%{ord(c):02x}))" for c in key)
+    return re.compile("".join(forms).encode("utf-8"))
+
+
+def one_line(text: str, most: int = 300) -> str:
+    """Short, and without what a terminal would take for an order. most: characters."""
+    text = " ".join(text.split())[:most]
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -339,7 +362,7 @@ def _read(response: Response, use_reasoning: bool) -> Answer | Failure:
             text = _said(message.get("reasoning_content") or message.get("reasoning"))
     except (KeyError, TypeError, AttributeError, IndexError):
         return Failure(FailureKind.WRONG_SHAPE, f"no chat completion: {json.dumps(row)[:200]}")
-    usage, finish = _tokens(counted), _one_line(str(finish))
+    usage, finish = _tokens(counted), one_line(str(finish))
     if not text:
         reasons = bool(message.get("reasoning_content") or message.get("reasoning"))
         what = ("only reasoning" if reasons else "nothing") if choices else "no choice"
@@ -367,5 +390,5 @@ def _said(content: Json) -> str:
 def _tokens(counted: Json) -> Usage:
     counted = counted if isinstance(counted, Mapping) else {}
     numbers = {name: n for name in ("prompt_tokens", "completion_tokens")
-               if type(n := counted.get(name)) is int and n >= 0}
+               if type(n := counted.get(name)) is int and 0 <= n <= MOST_TOKENS}
     return Usage(**numbers)

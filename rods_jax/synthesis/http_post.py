@@ -33,7 +33,7 @@ def post(url: str, body: bytes, headers: Mapping[str, str], *, connect_s: float,
     headers reach no other host, and no proxy is asked.
 
     Raises TimeoutError, TooLarge, ConnectionError (also for a body that was cut), another
-    OSError (no such host, no route) or http.client.HTTPException (no HTTP)."""
+    OSError (no such host, no route), http.client.HTTPException or ValueError (no HTTP)."""
     deadline = clock() + timeout_s
 
     def left() -> float:

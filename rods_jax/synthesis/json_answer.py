@@ -41,6 +41,11 @@ def find_json(text: str) -> Json:
     return None
 
 
+def is_whole(text: str) -> bool:
+    """Whether it can be written as UTF-8: an escape in JSON may spell half a character."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def _loads(text: str) -> Json:
     try:
         return _DECODER.decode(text)

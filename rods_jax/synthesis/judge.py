@@ -9,9 +9,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-from rods_jax.synthesis.endpoint import Endpoint, Failure, FailureKind, Messages
+from rods_jax.synthesis.endpoint import Endpoint, Failure, FailureKind, Messages, one_line
 from rods_jax.synthesis.execute import Executed
-from rods_jax.synthesis.json_answer import find_json
+from rods_jax.synthesis.json_answer import find_json, is_whole
 from rods_jax.synthesis.outcome import Usage
 from rods_jax.synthesis.writers import quoted
 from rods_jax.types import Json, Task
@@ -73,7 +73,9 @@ def read_ruling(text: str) -> Ruling | Failure:
     if not isinstance(found, Mapping) or not isinstance(found.get("pass"), bool):
         return Failure(FailureKind.WRONG_SHAPE, "the answer holds no 'pass' that is true or false")
     feedback = found.get("feedback")
-    feedback = " ".join(feedback.split())[:500] if isinstance(feedback, str) else ""
+    if isinstance(feedback, str) and not is_whole(feedback):
+        return Failure(FailureKind.BAD_ENCODING, "half a character in the feedback")
+    feedback = one_line(feedback, 500) if isinstance(feedback, str) else ""
     return Ruling(found["pass"], feedback or ("" if found["pass"] else "the judge refused it"))
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 
 from rods_jax.synthesis.novelty import Known
@@ -83,7 +86,24 @@ _worker: _Worker | None = None  # of a worker process
 def _begin(worker: _Worker) -> None:
     global _worker
     _worker = worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Waits at a pipe that the parent alone holds open, however the parent ends."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C is the parent's to handle: it comes after the block, and processes that are started
+    within never see it, not even while they start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run_chunk(start: int, end: int) -> list[Outcome]:
@@ -100,7 +120,8 @@ def _in_processes(worker: _Worker, start: int, end: int, workers: int) -> Iterat
 
     def send() -> None:
         if (first := next(chunks, None)) is not None:
-            pending.append(pool.submit(_run_chunk, first, min(first + size, end)))
+            with _uninterrupted():
+                pending.append(pool.submit(_run_chunk, first, min(first + size, end)))
 
     try:
         for _ in range(3 * workers):

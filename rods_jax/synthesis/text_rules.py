@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
 from rods_jax.tasks.trace import leaves, normal, scalars, words
@@ -17,10 +18,22 @@ _FILE = (r"[\w-]+\.(?:txt|pdf|csv|tsv|docx?|md|json|ya?ml|xml|html?|log|py|js|sh
 _HANDLE = r"(?<![\w.])@\w+"
 _ID = r"\b[A-Za-z]{2,}[-_]?\d{3,}\b"  # "USR001", "bk-1234"
 _NAME = re.compile("|".join((_FILE, _HANDLE, _ID)))
-_JOINED = re.compile(r"[A-Za-z]+(?:[_-][A-Za-z]+)+")
+_JOINED = re.compile(r"[A-Za-z]+(?:[_.-]+[A-Za-z]+)+|[A-Za-z]*[a-z][A-Z][A-Za-z]*")
+_SEAM = re.compile(r"[_.-]+|(?<=[a-z])(?=[A-Z])")  # between the parts of a name
 _BRACKET, _ASSIGNS = re.compile(r"[(\[{]"), re.compile(r"[=:]")
-_CAMEL = re.compile(r"[a-z][A-Z]")
-_JSON = re.compile(r"\{\s*[\"'“]\w+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'”]\s*[,\]]")
+_JSON = re.compile(r"\{\s*[\"'“][^\"'”\n]+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'”]\s*[,\]]")
+
+
+_PLAIN = {"Zl": " ", "Zp": " ", "Pd": "-", "Pc": "_", "Cf": ""}  # by category
+
+
+def plain(text: str) -> str:
+    """A text as a reader sees it, for the rules to look at: one form of each letter, digit, dash
+    and underline (NFKC), nothing that is not shown (category Cf), line ends as spaces."""
+    if text.isascii():
+        return text
+    return "".join(_PLAIN.get(unicodedata.category(c), c)
+                   for c in unicodedata.normalize("NFKC", text))
 
 
 # ---------------------------------------------------------------- code
@@ -30,9 +43,11 @@ def code_in(texts: Sequence[str], specs: Sequence[ToolSpec],
             calls: Iterable[ToolCall]) -> list[str | None]:
     """For each text the first piece that spells a call in code form, or None.
 
-    Code is: a function name that is no plain word, in whatever case, also with hyphens; any
-    function name before a bracket, also spelled with spaces; an argument name with "=" or as a
-    quoted key; a JSON object or list. What the user dictates (a gold argument) may look so.
+    Code is: a function name of several parts, in whatever case, its parts joined by "_", "-",
+    "." or capitals; any function's name before "(", also with spaces between its parts; an
+    argument name with "=" or as a quoted key; a JSON object that begins with a quoted key, a
+    JSON list that begins with a quoted text. What the user dictates (a gold argument) may look
+    so. Texts are looked at in their `plain` form.
     """
     names, arguments = [spec.name for spec in specs], set()
     for spec in specs:
@@ -40,7 +55,7 @@ def code_in(texts: Sequence[str], specs: Sequence[ToolSpec],
     code = _code(tuple(names), tuple(sorted(arguments)))
     dictated = _dictated(calls, names)
     found = []
-    for text in texts:
+    for text in map(plain, texts):
         for value in dictated:
             if value in text:
                 text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", " ", text)
@@ -53,18 +68,17 @@ class _Code:
     """The code forms of a set of functions. `joined`: names of several parts, between "_"."""
 
     joined: tuple[str, ...]
-    camel: re.Pattern[str]
     before_bracket: re.Pattern[str]
     argument: re.Pattern[str]
 
     def first_in(self, text: str) -> str | None:
         # Most texts hold none of the marks, so that little is searched.
         for match in _JOINED.finditer(text):
-            token = f"_{match.group().lower().replace('-', '_')}_"
+            token = f"_{_SEAM.sub('_', match.group()).lower()}_"
             if any(name in token for name in self.joined):
                 return match.group()
-        for mark, pattern in ((_CAMEL, self.camel), (_BRACKET, self.before_bracket),
-                              (_ASSIGNS, self.argument), (_BRACKET, _JSON)):
+        for mark, pattern in ((_BRACKET, self.before_bracket), (_ASSIGNS, self.argument),
+                              (_BRACKET, _JSON)):
             if mark.search(text) and (found := pattern.search(text)):
                 return found.group()
         return None
@@ -72,17 +86,15 @@ class _Code:
 
 @functools.lru_cache(maxsize=256)
 def _code(names: tuple[str, ...], arguments: tuple[str, ...]) -> _Code:
-    joined, camel, bracket = [], [], []
+    joined, bracket = [], []
     for name in sorted(names, key=len, reverse=True):
         parts = [part for part in re.split(r"_|(?<=[a-z])(?=[A-Z])", name) if part]
         if len(parts) > 1:
             joined.append(f"_{'_'.join(parts).lower()}_")
-        if _CAMEL.search(name):
-            camel.append(rf"\b{re.escape(name)}\b")
         bracket.append("[ _-]?".join(map(re.escape, parts)))
     keys = "|".join(map(re.escape, arguments)) or "(?!)"
     return _Code(
-        tuple(joined), re.compile("|".join(camel) or "(?!)"),
+        tuple(joined),
         re.compile(rf"\b(?:{'|'.join(bracket) or '(?!)'})\s?\(", re.IGNORECASE),
         re.compile(rf"(?<![\w-])(?:{keys})\s?=(?!=)|[\"'`“](?:{keys})[\"'`”]\s?:", re.IGNORECASE))
 
@@ -90,9 +102,9 @@ def _code(names: tuple[str, ...], arguments: tuple[str, ...]) -> _Code:
 def _dictated(calls: Iterable[ToolCall], names: Sequence[str]) -> list[str]:
     """What the user wants written or looked for, longest first, function names left out: these
     may be dictated, but then "sort (" is no less code."""
-    plain = {name.lower() for name in names}
-    found = {value for call in calls for value in scalars(dict(call.arguments))
-             if isinstance(value, str) and value and value.lower() not in plain}
+    own = {name.lower() for name in names}
+    found = {plain(value) for call in calls for value in scalars(dict(call.arguments))
+             if isinstance(value, str) and value and value.lower() not in own}
     return sorted(found, key=len, reverse=True)
 
 
@@ -108,8 +120,9 @@ def unknown_names(task: Task, suite: Suite, results: Sequence[Json]) -> list[tup
     """(turn, name) of all that a text names and nothing holds: not the initial state, no
     result of an earlier turn, no gold argument (what the user wants made is one)."""
     own = suite.names_in if isinstance(suite, NamesThings) else lambda text: ()
-    asked = [(t, name) for t, turn in enumerate(task.turns)
-             for name in dict.fromkeys((*names_in(turn.user), *own(turn.user)))]
+    texts = [plain(turn.user) for turn in task.turns]
+    asked = [(t, name) for t, text in enumerate(texts)
+             for name in dict.fromkeys((*names_in(text), *own(text)))]
     if not asked:
         return []
     calls = [call for turn in task.turns for call in turn.gold]
@@ -141,7 +154,8 @@ def _opened(result: Json) -> Json:
 
 def _held(values: Iterable[Json]) -> str:
     """All values as one row of words, each between bars."""
-    return "|" + "|".join(f" {normal(value)} " for value in values if value is not None) + "|"
+    shown = (plain(value) if isinstance(value, str) else value for value in values)
+    return "|" + "|".join(f" {normal(value)} " for value in shown if value is not None) + "|"
 
 
 def _is_held(name: Name, row: str) -> bool:

@@ -11,16 +11,19 @@ import enum
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from rods_jax.synthesis.endpoint import Endpoint, Failure, FailureKind, Messages
 from rods_jax.synthesis.execute import Executed
-from rods_jax.synthesis.json_answer import find_json
+from rods_jax.synthesis.json_answer import find_json, is_whole
 from rods_jax.synthesis.outcome import Usage
+from rods_jax.tasks.trace import leaves, normal, scalars
 from rods_jax.tools.env import Suite
 from rods_jax.types import Json, PlannedCall, Ref, Task, ToolCall, ToolSpec
 
+LEAST_LEAK = 3  # characters of a value; shorter ones are said by chance
 MOST_OF_RESULT, MOST_OF_NARRATIVE = 1500, 8000  # characters that a request shows
 
 
@@ -79,7 +82,7 @@ class LLMWriter:
     def write(self, story: Story, rng: random.Random, feedback: str) -> Written | Failure:
         def refuse(text: str) -> Failure | None:
             read = read_texts(text, story.run.calls)
-            return read if isinstance(read, Failure) else None
+            return read if isinstance(read, Failure) else leak_in(read, story.run)
 
         reply = self.endpoint.ask(writer_messages(story, feedback), refuse)
         if isinstance(reply, Failure):
@@ -179,10 +182,38 @@ def quoted(value: Json, most: int = MOST_OF_RESULT) -> str:
 
 # ---------------------------------------------------------------- the answer
 
+def leak_in(texts: Sequence[str], run: Executed) -> Failure | None:
+    """A text that says a value before the call that returns it, although only the agent can know
+    it: no gold argument of a turn so far is to be said so, nor does the narrative hold it. What
+    is told by chance, a yes or no or fewer than 3 letters and digits, is none."""
+    rows = [f" {normal(text)} " for text in texts]
+    owners = [t for t, calls in enumerate(run.calls) for _ in calls]  # turn of each flat call
+    told, found = {normal(value) for _, value in leaves(run.plan.narrative)}, []
+    said: list[set[str]] = []  # by turn
+    for planned_turn, calls in zip(run.plan.turns, run.calls):
+        said.append(set())
+        for planned, call in zip(planned_turn, calls):
+            for name, value in call.arguments.items():
+                forms = {normal(v) for v in scalars(value) if not isinstance(v, bool)}
+                sources = sorted(set(_sources(planned.arguments[name])))
+                if not sources:
+                    said[-1] |= forms
+                found += [(form, owners[source]) for form in forms for source in sources[:1]]
+    for form, returned in found:
+        if len(form) < LEAST_LEAK or form in told:
+            continue
+        for t in range(returned + 1):  # the text of a turn comes before its calls
+            if f" {form} " in rows[t] and not any(form in said[u] for u in range(t + 1)):
+                return Failure(FailureKind.ANSWER_LEAKED,
+                               f"turn {t} says {ascii(form)}, which the agent has to find")
+    return None
+
+
 # A call written as JSON or between a chat format's own marks.
 _CALL = re.compile(r"<\|[^|<>]*\|>|</?(tool_call|function)\b"
                    r"|[\"'](name|arguments|parameters)[\"']\s*:")
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_UNSEEN = frozenset({"Cf", "Co", "Cn"})  # format, private use, unassigned
 
 
 def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...] | Failure:
@@ -198,10 +229,14 @@ def read_texts(text: str, calls: Sequence[Sequence[ToolCall]]) -> tuple[str, ...
     dictated = sorted({value for turn in calls for call in turn for value in call.arguments.values()
                        if isinstance(value, str) and value}, key=len, reverse=True)
     for t, said in enumerate(turns):
+        if not is_whole(said):
+            return Failure(FailureKind.BAD_ENCODING, f"turn {t}: half a character")
         if _CONTROL.search(said):
             return Failure(FailureKind.WRONG_SHAPE, f"turn {t}: control characters")
         for value in dictated:  # what the user wants written down may look like a call
             said = said.replace(value, " ")
+        if any(unicodedata.category(c) in _UNSEEN for c in said):
+            return Failure(FailureKind.WRONG_SHAPE, f"turn {t}: characters that are not shown")
         if _CALL.search(said):
             return Failure(FailureKind.WRONG_SHAPE, f"turn {t}: a call instead of words")
     return tuple(turn.strip() for turn in turns)

@@ -278,6 +278,7 @@ def test_variants_that_never_come_end_the_run_with_one_line(folder, whole, monke
 # ---------------------------------------------------------------- where variants are made
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_makes_the_same_run(folder, whole):
     path = folder / "process"
     summary = train(tiny_config(**EVERY, synthesizer=dict(host="process")), path, folder / "cache")
@@ -287,6 +288,7 @@ def test_a_process_of_its_own_makes_the_same_run(folder, whole):
     assert summary["synthesis"]["restarts"] == 0 and summary["funnel"] == whole[1]["funnel"]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_wait_accounts_for_every_task(folder, whole):
     config = tiny_config(synthesizer=dict(wait=False))
     summary = train(config, folder / "hasty", folder / "cache")

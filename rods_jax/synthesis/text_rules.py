@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import json
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 
+from rods_jax.tasks.spelling import plain
 from rods_jax.tasks.trace import leaves, normal, scalars, words
 from rods_jax.tools.env import Name, NamesThings, Suite
 from rods_jax.types import Json, Task, ToolCall, ToolSpec
@@ -22,18 +22,6 @@ _JOINED = re.compile(r"[A-Za-z]+(?:[_.-]+[A-Za-z]+)+|[A-Za-z]*[a-z][A-Z][A-Za-z]
 _SEAM = re.compile(r"[_.-]+|(?<=[a-z])(?=[A-Z])")  # between the parts of a name
 _BRACKET, _ASSIGNS = re.compile(r"[(\[{]"), re.compile(r"[=:]")
 _JSON = re.compile(r"\{\s*[\"'“][^\"'”\n]+[\"'”]\s*:|\[\s*[\"'“][^\"'”\n]*[\"'”]\s*[,\]]")
-
-
-_PLAIN = {"Zl": " ", "Zp": " ", "Pd": "-", "Pc": "_", "Cf": ""}  # by category
-
-
-def plain(text: str) -> str:
-    """A text as a reader sees it, for the rules to look at: one form of each letter, digit, dash
-    and underline (NFKC), nothing that is not shown (category Cf), line ends as spaces."""
-    if text.isascii():
-        return text
-    return "".join(_PLAIN.get(unicodedata.category(c), c)
-                   for c in unicodedata.normalize("NFKC", text))
 
 
 # ---------------------------------------------------------------- code

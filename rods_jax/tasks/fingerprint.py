@@ -21,6 +21,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
+from rods_jax.tasks.spelling import plain
 from rods_jax.tasks.trace import leaves, scalars
 from rods_jax.tasks.trace import words as plain_words
 from rods_jax.tools import bfcl_words
@@ -52,11 +53,12 @@ _NUMERAL = re.compile(r"\s*[+-]?\d+(?:\.\d+)?\s*")
 
 
 def words(text: str) -> list[str]:
-    """The words of a text whatever its spelling: NFKC, no format characters (zero-width, soft
-    hyphen), no accents, "twenty-two" as 22."""
+    """The words of a text whatever its spelling: in its plain form, without accents,
+    "twenty-two" as 22."""
+    text = plain(text)
     if not text.isascii():
-        text = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-        text = "".join(c for c in text if unicodedata.category(c) not in ("Cf", "Mn"))
+        text = "".join(c for c in unicodedata.normalize("NFD", text)
+                       if unicodedata.category(c) != "Mn")
     return plain_words(_WRITTEN.sub(_in_digits, text))
 
 

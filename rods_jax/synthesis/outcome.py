@@ -67,42 +67,12 @@ class Usage:
         return cls(**row)
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A task that passed. `distance` is its base form's profile distance to the seed's;
-    `writer` whose text it has; `fell_back` why that is not the writer's that was asked first,
-    `unjudged` why no judge ruled on it although one was asked: kinds of failure, or ""."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Course:
+    """How an attempt at a variant of `seed` went, whatever became of it. `writer` whose text it
+    has, "" where none was written; `fell_back` why that is not the writer's that was asked
+    first, `unjudged` why no judge ruled on it although one was asked: kinds of failure, or ""."""
 
-    task: Task
-    seed: str
-    step: int
-    index: int
-    distance: float = 0.0
-    tries: int = 1
-    repairs: int = 0
-    rewrites: int = 0
-    writer: str = "template"
-    fell_back: str = ""
-    unjudged: str = ""
-    usage: Usage = Usage()
-
-    def to_json(self) -> dict[str, Json]:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return fields | {"task": self.task.to_json(), "usage": self.usage.to_json()}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Json]) -> Candidate:
-        return cls(**(dict(row) | {"task": Task.from_json(row["task"]), "usage": _usage(row)}))
-
-
-@dataclasses.dataclass(frozen=True)
-class Rejection:
-    """`reason` is a value of the stage's own enum or of PipelineReason, that of a writer or
-    a judge that could not be asked a FailureKind. `writer` is "" where no text was written."""
-
-    stage: Stage
-    reason: str
-    detail: str
     seed: str
     step: int
     index: int
@@ -114,9 +84,41 @@ class Rejection:
     unjudged: str = ""
     usage: Usage = Usage()
 
+    def course(self) -> dict[str, str | int | Usage]:
+        """These fields alone, for another outcome of the same attempt."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(Course)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate(Course):
+    """A task that passed. `distance` is its base form's profile distance to the seed's."""
+
+    task: Task
+    distance: float = 0.0
+
     def to_json(self) -> dict[str, Json]:
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return fields | {"stage": self.stage.value, "usage": self.usage.to_json()}
+        return self.course() | {"usage": self.usage.to_json(), "distance": self.distance,
+                                "task": self.task.to_json()}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Json]) -> Candidate:
+        before_writers = {"tries": 1, "writer": "template"}  # what older rows leave out
+        return cls(**(before_writers | dict(row) | {"task": Task.from_json(row["task"]),
+                                                    "usage": _usage(row)}))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection(Course):
+    """`reason` is a value of the stage's own enum or of PipelineReason, that of a writer or
+    a judge that could not be asked a FailureKind."""
+
+    stage: Stage
+    reason: str
+    detail: str
+
+    def to_json(self) -> dict[str, Json]:
+        return {"stage": self.stage.value, "reason": self.reason, "detail": self.detail} \
+            | self.course() | {"usage": self.usage.to_json()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Json]) -> Rejection:

@@ -15,8 +15,8 @@ from rods_jax.synthesis.endpoint import EndpointConfig, Failure, FailureKind, op
 from rods_jax.synthesis.execute import Executed, ExecuteFailure, execute
 from rods_jax.synthesis.judge import Judge
 from rods_jax.synthesis.novelty import Known
-from rods_jax.synthesis.outcome import (Candidate, Outcome, PipelineReason, Rejection, Stage,
-                                        Usage)
+from rods_jax.synthesis.outcome import (Candidate, Course, Outcome, PipelineReason,
+                                        Rejection, Stage, Usage)
 from rods_jax.synthesis.writers import (LLMWriter, Story, TemplateWriter, Writer, WriterKind,
                                         with_fallback)
 from rods_jax.tasks.leakage import VARIANT_MARK, HeldOutGuard
@@ -114,10 +114,8 @@ def decide(outcome: Outcome, known: Known) -> Outcome:
     if (found := known.refuse(outcome.task)) is None:
         known.add(outcome.task)
         return outcome
-    return Rejection(
-        Stage.NOVELTY, found.value, f"{outcome.task.uid} equals a known task", outcome.seed,
-        outcome.step, outcome.index, outcome.tries, outcome.repairs, outcome.rewrites,
-        outcome.writer, outcome.fell_back, outcome.unjudged, outcome.usage)
+    return Rejection(Stage.NOVELTY, found.value, f"{outcome.task.uid} equals a known task",
+                     **outcome.course())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +135,13 @@ class Maker:
     def attempt(self, seed: Task, step: int, index: int, known: Known) -> Outcome:
         """One attempt at a variant of `seed`; novelty is decided against `known`, which stays
         as it is. Never raises for what the suite, the writer or the judge does."""
-        attempt = _Attempt(self, seed, step, index,
+        attempt = _Attempt(self, seed, Course(seed=seed.uid, step=step, index=index),
                            candidate_rng(self.run_seed, step, seed.uid, index))
         try:
             return attempt.outcome(known)
         # SystemExit too: a simulator may call exit, and no tool may end the run.
         except (Exception, SystemExit) as error:
-            return dataclasses.replace(crash(seed.uid, step, index, error), **attempt.counts())
+            return dataclasses.replace(crash(seed.uid, step, index, error), **attempt.course.course())
 
     def seed_profile(self, seed: Task) -> Profile:
         if seed.uid not in self._profiles:
@@ -177,7 +175,8 @@ def crash(seed_uid: str, step: int, index: int, error: BaseException) -> Rejecti
         place = f" at {code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} in {code.co_name}"
         trace = trace.tb_next
     detail = f"{type(error).__name__}: {error}{place}"
-    return Rejection(Stage.CRASH, type(error).__name__, detail, seed_uid, step, index)
+    return Rejection(Stage.CRASH, type(error).__name__, detail, seed=seed_uid, step=step,
+                     index=index)
 
 
 def seed_profile_of(seed: Task, suite: Suite) -> Profile:
@@ -187,20 +186,12 @@ def seed_profile_of(seed: Task, suite: Suite) -> Profile:
 
 @dataclasses.dataclass
 class _Attempt:
-    """One attempt on its way; the counters say how far it came."""
+    """One attempt on its way; `course` says how far it came."""
 
     maker: Maker
     seed: Task
-    step: int
-    index: int
+    course: Course
     rng: random.Random
-    tries: int = 0
-    repairs: int = 0
-    rewrites: int = 0
-    writer: str = ""
-    fell_back: str = ""
-    unjudged: str = ""
-    usage: Usage = Usage()
 
     def outcome(self, known: Known) -> Outcome:
         run = self._run()
@@ -219,20 +210,18 @@ class _Attempt:
             return self._reject(Stage.HELD_OUT, leak.value, f"{task.uid} equals a held-in task")
         if found := known.refuse(task):
             return self._reject(Stage.NOVELTY, found.value, f"{task.uid} equals a known task")
-        return Candidate(task, distance=far, **self.counts())
+        return Candidate(task, distance=far, **self.course.course())
 
-    def counts(self) -> dict[str, str | int | Usage]:
-        """What a candidate and a rejection both tell."""
-        names = ("step", "index", "tries", "repairs", "rewrites", "writer", "fell_back",
-                 "unjudged", "usage")
-        return {"seed": self.seed.uid} | {name: getattr(self, name) for name in names}
+    def _note(self, usage: Usage = Usage(), **changes: str | int) -> None:
+        """Adds to the usage, and sets other fields of the course."""
+        self.course = dataclasses.replace(self.course, usage=self.course.usage + usage, **changes)
 
     def _reject(self, stage: Stage, reason: str, detail: str) -> Rejection:
-        return Rejection(stage, reason, detail, **self.counts())
+        return Rejection(stage, reason, detail, **self.course.course())
 
     def _stamp(self, task: Task) -> Task:
         """Whose variant it is, and what it is called."""
-        suffix = f"{VARIANT_MARK}{self.step}.{self.index}"
+        suffix = f"{VARIANT_MARK}{self.course.step}.{self.course.index}"
         return dataclasses.replace(
             task, uid=self.seed.uid + suffix, scenario=self.seed.scenario + suffix,
             source=Source.GENERATED, parent=self.seed.uid, generation=self.seed.generation + 1)
@@ -245,7 +234,7 @@ class _Attempt:
                           self.maker.config.k_max)
         except _NoPlan as error:
             return self._reject(Stage.PLAN, PipelineReason.NO_PLAN.value, str(error))
-        self.tries, self.repairs = run.tries, run.repairs
+        self._note(tries=run.tries, repairs=run.repairs)
         if isinstance(run, ExecuteFailure):
             return self._reject(Stage.EXECUTE, run.reason.value, run.error)
         return run
@@ -263,12 +252,13 @@ class _Attempt:
         most `max_rewrites` more texts."""
         suite, most_far = self.maker.suite, self.maker.config.max_profile_distance
         story, feedback = Story(self.seed, run, suite.tools(run.plan.domains)), ""
-        for self.rewrites in range(self.maker.config.max_rewrites + 1):
+        for rewrites in range(self.maker.config.max_rewrites + 1):
+            self._note(rewrites=rewrites)
             written = self.maker.writer.write(story, self.rng, feedback)
-            self.usage += written.usage
+            self._note(written.usage)
             if isinstance(written, Failure):
                 return self._reject(Stage.WRITE, written.kind.value, written.detail)
-            self.writer, self.fell_back = written.writer, written.fell_back
+            self._note(writer=written.writer, fell_back=written.fell_back)
             if len(written.texts) != len(run.calls):
                 return self._reject(Stage.WRITE, PipelineReason.WRONG_TURNS.value,
                                     f"{len(written.texts)} texts for {len(run.calls)} turns")
@@ -297,10 +287,10 @@ class _Attempt:
         if self.maker.judge is None:
             return None
         ruling = self.maker.judge.rule(task, run)
-        self.usage += ruling.usage
+        self._note(ruling.usage)
         if isinstance(ruling, Failure):
             if self.maker.config.on_outage is OnOutage.FALL_BACK:
-                self.unjudged = ruling.kind.value
+                self._note(unjudged=ruling.kind.value)
                 return None
             return self._reject(Stage.JUDGE, ruling.kind.value, ruling.detail)
         if ruling.passed:
